@@ -18,7 +18,7 @@ SHARES = {
     "proposers": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "plugins": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "backends": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
-    "core": (0.14, 0.37),
+    "core": (0.055, 0.14),
     "registry/slotline/planner": (0.22, 0.18),
 }
 

@@ -1,6 +1,6 @@
-"""The command line. One file per command; a command imports what it needs when it runs, so light ones stay light.
+"""The command line. There is a file per command. A command imports its modules when it runs, so light ones stay light.
 
-Exit codes: 0 all right, 1 the command's own "no" (no plan, warnings), 2 an error, 130 interrupted.
+Exit codes: 0 success, 1 the command's own "no" (no plan, warnings), 2 an error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
-    """Run one command; `interrupts` start when everything is imported that finds it."""
+    """Run a command. `interrupts` start once all modules are imported that the command needs."""
     from slotline.registry.errors import SlotlineError
 
     parser = build_parser()
@@ -86,7 +86,7 @@ def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     import argparse
     from importlib import import_module
 

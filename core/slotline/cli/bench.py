@@ -1,4 +1,4 @@
-"""`slotline bench`: a workload timed, and beside each figure the share of what the machine allows."""
+"""`slotline bench`: time a workload, and show for each figure the share of the machine's limit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with model_folder(loaded, random=arguments.random_weights) as folder:
         values = {"model": str(folder), **_length(loaded, work, folder)}
         llm = LLM(arguments.config, overrides=overrides(arguments), **values)
-        device = llm.engine.device  # the last stage's; the stages run one after the other, so its rates count
+        device = llm.engine.device  # of the last stage: its rates count, since the stages run in turn
         with device_scope(device):
             before = measure_machine(device, llm.plan.dtype)
             runs = timed_runs(llm, work, arguments.runs)
@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any]:
-    """The workload's model length, unless the configuration names one or the model is shorter."""
+    """Return the workload's model length, unless the configuration names one or the model is shorter."""
     if loaded.origins["scheduler.max_model_len"].kind != "default" or not (folder / "config.json").is_file():
         return {}
     from slotline.planner.auto_config import auto_config

@@ -1,4 +1,4 @@
-"""What speculation did to a workload: how drafts fared, what they cost, and the same run without them."""
+"""Effect of speculation on a workload: acceptance and cost of drafts, and the same run without them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, Any]:
-    """The drafter's figures over all runs so far, and the speedup of `run` over `count` runs without drafts."""
+    """Return the drafter's figures over all runs so far, and the speedup of `run` over `count` runs without drafts."""
     from slotline.cli.bench_run import median_run, timed_runs
 
     drafting = llm.engine.drafting
@@ -29,7 +29,7 @@ def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, A
 
 
 def drafts_text(drafts: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text for people."""
     by_position = ", ".join(f"{share:.0%}" for share in drafts["acceptance_by_position"])
     lines = [
         f"drafts: {drafts['acceptance_length']:.2f} tokens of a request in a verifying step, the one after them "

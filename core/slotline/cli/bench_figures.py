@@ -1,4 +1,4 @@
-"""The figures of a run, each beside the hardware's limit."""
+"""Figures of a run, each with the hardware's limit."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Figure:
         return self.limit / self.value if self.is_time else self.value / self.limit
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the figure as JSON types."""
         return {"value": self.value, "limit": self.limit, "share": self.share}
 
     def cells(self) -> tuple[str, str, str, str]:
-        """As a row of the table."""
+        """Return the figure as a row of the table."""
         share = "-" if self.share is None else f"{self.share:.0%}"
         return (self.label, self._text(self.value), "-" if self.limit is None else self._text(self.limit), share)
 
@@ -52,7 +52,7 @@ class Figure:
 
 
 def figures(run: Run, cost: ModelCost | None, machine: Machine) -> list[Figure]:
-    """All figures of a run; without a cost, no limits."""
+    """Return all figures of a run. There are no limits without a cost."""
     rows = list(_wave_figures(run.waves[-1], cost, machine))
     if len(run.waves) > 1:
         first = _time_to_first(run.waves[0], cost, machine)
@@ -85,7 +85,7 @@ def _wave_figures(wave: Wave, cost: ModelCost | None, machine: Machine) -> Itera
 
 
 def _decoding(wave: Wave, decode_s: float | None, cost: ModelCost | None) -> Iterator[Figure]:
-    """Steps after the last prompt: their tokens/s and their median length."""
+    """Yield the figures of steps after the last prompt: their tokens/s and their median length."""
     later = wave.later_steps
     rate = sum(tokens for _, _, tokens in later) / (wave.seconds - wave.prompt_seconds)
     everything = sum(r.output - 1 for r in wave.served)
@@ -100,7 +100,7 @@ def _decoding(wave: Wave, decode_s: float | None, cost: ModelCost | None) -> Ite
 
 
 def _time_to_first(wave: Wave, cost: ModelCost | None, machine: Machine) -> tuple[float, float | None]:
-    """The median over the requests, and the least: the cheaper half of the prompts, one after the other."""
+    """Return the median over the requests, and the least: the cheaper half of the prompts, one after the other."""
     value = median(r.first for r in wave.served)
     if cost is None:
         return value, None

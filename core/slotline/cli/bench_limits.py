@@ -1,8 +1,9 @@
-"""What the hardware allows: measured rates of the machine, and the bytes and operations that a model cannot avoid.
+"""Hardware limits: measured rates of the machine, and the bytes and operations that a model cannot avoid.
 
-Decoding reads the weights once a step and each request's cache; a prompt costs two operations a weight and token, and
+Decoding reads the weights once a step and each request's cache. A prompt costs two operations a weight and token, and
 attention. Prompts and decoding are counted one after the other, so a step that mixes them could in principle gain the
-weights that it reads once. Mixtures of experts have no limit here: which experts a step reads depends on its tokens.
+weights that it reads once. Mixtures of experts have no limit here, since the experts that a step reads depend on its
+tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Machine:
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
     def better_of(self, other: Machine) -> Machine:
-        """The higher of two measurements of each rate: whatever else runs can only lower them."""
+        """Return the higher of two measurements of each rate, since other load can only lower them."""
         return Machine(
             read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
             copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s),
@@ -58,7 +59,7 @@ class Machine:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the machine as JSON types."""
         return {
             "read_bytes_per_s": self.read_bytes_per_s,
             "copy_bytes_per_s": self.copy_bytes_per_s,
@@ -69,7 +70,7 @@ class Machine:
 
 @frozen(kw_only=True)
 class ModelCost:
-    """What a model costs at least.
+    """Least cost of a model.
 
     Attributes:
         body, head: parameters that each token, or each sampled position, is multiplied with.
@@ -91,19 +92,19 @@ class ModelCost:
         return (self.body + self.head) * self.itemsize
 
     def prompt_seconds(self, requests: Sequence[Served], machine: Machine) -> float:
-        """Least time for the prompts' tokens that are not cached, first output tokens included."""
+        """Return the least time for the prompts' tokens that are not cached, first output tokens included."""
         new = sum(r.prompt - r.cached for r in requests)
         pairs = sum(self._attention(r.cached, r.prompt) for r in requests)
         operations = 2 * self.body * new + 2 * self.head * len(requests) + pairs
         return max(operations / machine.flops_per_s, self.weight_bytes / machine.bytes_per_s)
 
     def decode_steps(self, requests: Sequence[Served]) -> int:
-        """Fewest steps that give all tokens after the first."""
+        """Return the fewest steps that give all tokens after the first."""
         later = [r.output - 1 for r in requests]
         return max(max(later), -(-sum(later) // self.max_requests))
 
     def decode_seconds(self, requests: Sequence[Served], machine: Machine) -> float:
-        """Least time for all tokens after the first."""
+        """Return the least time for all tokens after the first."""
         cache = sum(self._cache_bytes(r.prompt, r.prompt + r.output - 1) for r in requests)
         moved = self.decode_steps(requests) * self.weight_bytes + cache
         pairs = sum(self._attention(r.prompt, r.prompt + r.output - 1) for r in requests)
@@ -111,18 +112,18 @@ class ModelCost:
         return max(moved / machine.bytes_per_s, operations / machine.flops_per_s)
 
     def _attention(self, first: int, end: int) -> float:
-        """Operations of the queries at positions first .. end - 1."""
+        """Count the operations of the queries at positions first .. end - 1."""
         return sum(2 * x.num_heads * (x.head_size + x.head_size_v) * _keys(first, end, x.window) for x in self.layers)
 
     def _cache_bytes(self, first: int, end: int) -> float:
-        """Bytes of keys and values that the same queries read; latents hold their values."""
+        """Count the bytes of keys and values that these queries read. Latents hold their values."""
         sizes = [x.num_kv_heads * (x.head_size + (0 if x.mla else x.head_size_v)) for x in self.layers]
         keys = [_keys(first, end, x.window) for x in self.layers]
         return self.kv_itemsize * sum(size * count for size, count in zip(sizes, keys, strict=True))
 
 
 def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
-    """The least cost of the plan's model; None for a mixture of experts."""
+    """Return the least cost of the plan's model, or None for a mixture of experts."""
     config = auto_config(folder).get_text_config()
     if any(getattr(config, name, None) for name in _EXPERTS):
         return None
@@ -165,6 +166,6 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _keys(first: int, end: int, window: int | None) -> int:
-    """Keys seen by the queries at positions first .. end - 1, summed."""
+    """Return the keys seen by the queries at positions first .. end - 1, summed."""
     seen = np.arange(first + 1, end + 1)
     return int((seen if window is None else np.minimum(seen, window)).sum())

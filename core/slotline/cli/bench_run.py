@@ -36,7 +36,7 @@ class Wave:
         seconds: from the first request's arrival to the last token.
         served: the requests.
         steps: (seconds since the start at a step's end, seconds it took, tokens it gave), in order.
-        prompt_steps: so many of them until every request had its first token.
+        prompt_steps: number of steps until every request had its first token.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ class Run:
 
 
 def timed_runs(llm: LLM, work: Workload, count: int) -> list[Run]:
-    """Run once to warm up, then `count` times; the prefix cache is empty at the start of each.
+    """Run once to warm up, then `count` times. The prefix cache is empty at the start of each run.
 
     Raises:
         ConfigError: if the model is too short for the workload.
@@ -78,7 +78,7 @@ def timed_runs(llm: LLM, work: Workload, count: int) -> list[Run]:
 
 
 def median_run(runs: Sequence[Run]) -> Run:
-    """The run of median length; of an even number, the faster of the two in the middle."""
+    """Return the run of median length. Of an even number it is the faster of the two in the middle."""
     return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 

@@ -1,4 +1,4 @@
-"""What a command is, and the options that several share."""
+"""Commands of the command line, and the options that several of them share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Command:
         summary: one line for the list of commands.
         examples: command lines for `--help`.
         configure: adds the command's arguments.
-        run: does the work and returns the exit code; None where sub-commands set their own.
+        run: does the work and returns the exit code. None if sub-commands set their own.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Command:
 
 
 def add_config_options(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """The configuration: `--config FILE` or a positional FILE, `--set`, `--strict`."""
+    """Add the options of the configuration: `--config FILE` or a positional FILE, `--set`, `--strict`."""
     if positional:
         parser.add_argument("config", nargs="?", metavar="run.toml", help="a configuration file; none for the defaults")
     else:
@@ -66,22 +66,22 @@ def add_config_options(parser: argparse.ArgumentParser, *, positional: bool = Fa
 
 
 def add_traceback_option(parser: argparse.ArgumentParser, default: Any = False) -> None:
-    """`--traceback`; a sub-parser leaves the default to its parent."""
+    """Add `--traceback`. A sub-parser leaves the default to its parent."""
     parser.add_argument("--traceback", action="store_true", default=default, help="show where an error comes from")
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """`--json`."""
+    """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON on standard output")
 
 
 def overrides(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The `--set` options, `--strict` as one of them."""
+    """Return the `--set` options, with `--strict` as one of them."""
     return (*arguments.set, *(["strict=true"] if arguments.strict else []))
 
 
 def load(arguments: argparse.Namespace, values: Mapping[str, Any] | None = None) -> LoadedConfig:
-    """The configuration that the options name; `values` by dotted key win over everything.
+    """Load the configuration that the options name. `values` by dotted key win over everything.
 
     Raises:
         ConfigError: listing every fault.

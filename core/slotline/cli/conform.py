@@ -64,7 +64,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1, for argparse."""
+    """Parse an integer of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -143,7 +143,7 @@ def _check_folders(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace, target: Target, level: Level) -> int:
-    """The selection, made in this process."""
+    """List the selected checks in this process."""
     from slotline.testing.pytest_options import read_settings
     from slotline.testing.selection import select
     from slotline.testing.subject import subject_of

@@ -35,7 +35,7 @@ _QUIET = ("--noconftest", "-q", "--tb=no", "--no-summary")
 
 
 def require_packages(jobs: int = 1) -> None:
-    """Nothing if the suite can run, in so many processes.
+    """Check that the suite can run, in `jobs` processes.
 
     Raises:
         SlotlineError: naming the packages that are missing.
@@ -61,15 +61,16 @@ def run_suite(
 ) -> Report:
     """Run the suite and return its report.
 
-    A check that takes its process down, or that does not end, is a failure of that check; another process goes on with
-    the rest. What has not run when the session's time is over is missing from the report, and stands against nobody.
+    A check that takes its process down, or that does not end, is a failure of that check. Another process goes on with
+    the rest. Checks that have not run when the session's time is over are missing from the report, and count for no
+    plugin as a failure.
 
     Args:
         options: of the pytest plugin.
-        on_news: called again and again while it runs.
+        on_news: called repeatedly while the suite runs.
         timeout: seconds that one run of a check may take.
         jobs: processes that share the runs, by pytest-xdist.
-        session_timeout: seconds that all of it may take.
+        session_timeout: seconds that the whole session may take.
 
     Raises:
         SlotlineError: if the suite does not begin, with what pytest says.
@@ -116,8 +117,9 @@ def _command(folder: Path, options: Sequence[str]) -> list[str]:
 
 @frozen
 class _End:
-    """How a process ended: exit code, its last lines, how long its last check ran, whether it was too long, and
-    whether the session's time was over.
+    """End of a process: exit code, its last lines, and the seconds of its last check.
+
+    `late` says that the check took too long, `over` that the session's time was over.
     """
 
     code: int
@@ -163,7 +165,7 @@ def _follow(
 
 @contextmanager
 def _ended_as_a_whole() -> Iterator[None]:
-    """Where this process is told to end, leave by an exception: the suite's session would outlive it otherwise."""
+    """Leave by an exception if this process is told to end, since the suite's session would outlive it otherwise."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""What `slotline conform` shows: progress while it runs, and the report in words."""
+"""Output of `slotline conform`: progress while it runs, and the report in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLES = {"good": "bold green", "bad": "red", "odd": "yellow", "head": "bold"}
 
 @contextmanager
 def progress() -> Iterator[Callable[[Reader], None]]:
-    """Shows on standard error how far each level is: bars on a terminal, else a line for each level that is done."""
+    """Show on standard error how far each level is: bars on a terminal, else a line for each level that is done."""
     if not sys.stderr.isatty():
         yield _Lines().update
         return

@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(group: str, findings: Sequence[Finding]) -> None:
-    """Print the table of one group; plugins have a column that says whether they run here."""
+    """Print the table of one group. Plugins have a column that says whether they run here."""
     print(group)
     if all(finding.runs_here is None for finding in findings):
         print_table(("status", "check", "found"), [(f.status.label, f.check, f.text) for f in findings], indent=2)
@@ -66,7 +66,7 @@ def _runs(finding: Finding) -> str:
 
 
 def _findings(group: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What a check finds; one that breaks is itself a finding, so that the others still run."""
+    """Return the findings of a check. A check that breaks is itself a finding, so that the others still run."""
     name = check.__name__.removeprefix("check_")
     try:
         return [finding if finding.group else attrs.evolve(finding, group=group) for finding in check()]

@@ -23,7 +23,7 @@ _REINSTALL = "pip install -e . in the source folder, or pip install --force-rein
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python and each requirement, against what the distribution asks for."""
+    """Check Python and each requirement against the distribution's metadata."""
     ours = _distribution()
     if ours is None:
         yield Finding(Status.FAIL, "slotline", "is not installed: there are no entry points, so no plugins", _REINSTALL)
@@ -40,7 +40,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def version_finding(requirement: Requirement) -> Finding:
-    """Whether a requirement is met."""
+    """Report whether a requirement is met."""
     fix = f"pip install '{requirement.name}{requirement.specifier}'"
     try:
         found = version(requirement.name)
@@ -53,14 +53,14 @@ def version_finding(requirement: Requirement) -> Finding:
 
 
 def check_namespace() -> Iterator[Finding]:
-    """`slotline` is a namespace of several folders; an `__init__.py` of anybody's would hide all but one of them."""
+    """Check that `slotline` is a namespace of several folders. An `__init__.py` would hide all but one of them."""
     import slotline
 
     yield namespace_finding(getattr(slotline, "__file__", None), list(slotline.__path__))
 
 
 def namespace_finding(file: str | None, folders: Iterable[str]) -> Finding:
-    """Whether the namespace is whole."""
+    """Report whether the namespace is complete."""
     if file is not None:
         return Finding(Status.FAIL, "namespace", f"{file} hijacks the namespace 'slotline'", f"remove {file}")
     missing = [name for name in _PORTIONS if find_spec(f"{PROJECT}.{name}") is None]
@@ -71,7 +71,7 @@ def namespace_finding(file: str | None, folders: Iterable[str]) -> Finding:
 
 
 def check_installation() -> Iterator[Finding]:
-    """Whether the installed metadata is that of the source folder, for an editable install."""
+    """Check that the installed metadata is that of the source folder, for an editable install."""
     ours = _distribution()
     folder = None if ours is None else editable_folder(ours)
     if ours is None or folder is None:
@@ -91,7 +91,7 @@ def check_installation() -> Iterator[Finding]:
 
 
 def editable_folder(ours: Distribution) -> Path | None:
-    """The source folder of an editable install (PEP 610), else None."""
+    """Return the source folder of an editable install (PEP 610), else None."""
     record = json.loads(ours.read_text("direct_url.json") or "{}")
     if not record.get("dir_info", {}).get("editable"):
         return None
@@ -99,7 +99,7 @@ def editable_folder(ours: Distribution) -> Path | None:
 
 
 def differences(ours: Distribution, project: Mapping[str, object]) -> Iterator[str]:
-    """What the installed metadata and the `[project]` table of its source disagree on."""
+    """Yield the differences between the installed metadata and the `[project]` table of its source."""
     if ours.version != project.get("version"):
         yield f"version {ours.version} is installed, the source says {project.get('version')}"
     groups = {kind.entry_point_group for kind in Kind} | {f"{PROJECT}.hooks"}

@@ -14,7 +14,7 @@ _MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
 
 
 def check_processor() -> Iterator[Finding]:
-    """Instruction sets, threads and memory."""
+    """Check instruction sets, threads and memory."""
     import torch
 
     from slotline.planner.device import describe_device
@@ -26,7 +26,10 @@ def check_processor() -> Iterator[Finding]:
 
 
 def threads_finding(threads: int, cores: int) -> Finding:
-    """More threads than cores wait for each other at every barrier; fewer leave cores idle."""
+    """Compare threads with cores.
+
+    More threads than cores wait for each other at every barrier. Fewer leave cores idle.
+    """
     text = f"torch uses {threads} of {cores} usable cores"
     if threads > cores:
         return Finding(Status.WARN, "threads", text, f"set OMP_NUM_THREADS={cores}")
@@ -34,7 +37,7 @@ def threads_finding(threads: int, cores: int) -> Finding:
 
 
 def check_gpu() -> Iterator[Finding]:
-    """Whether a GPU that is there can be used."""
+    """Check that a GPU, if there is one, can be used."""
     import torch
 
     driver = nvidia_driver()
@@ -57,13 +60,13 @@ def check_gpu() -> Iterator[Finding]:
 
 
 def nvidia_driver(file: Path = _NVIDIA) -> str | None:
-    """The version of the NVIDIA kernel driver, or None."""
+    """Return the version of the NVIDIA kernel driver, or None."""
     found = re.search(r"Module\S*\s+(?:for \S+\s+)?(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
     return found.group(1) if found else None
 
 
 def check_small_model() -> Iterator[Finding]:
-    """The model that runs where no other is named."""
+    """Check the model that runs if no other is named."""
     from slotline.planner.plan import SMALL_MODEL
 
     missing = [pattern for pattern in _MODEL_FILES if not any(SMALL_MODEL.glob(pattern))]

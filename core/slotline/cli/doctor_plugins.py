@@ -16,7 +16,7 @@ from slotline.registry.records import PluginRecord, PluginState, canonical
 
 
 def check_configuration() -> Iterator[Finding]:
-    """Variables of the environment that look like keys of the configuration."""
+    """Check the environment for variables that look like keys of the configuration."""
     loaded = load_config()
     for text in loaded.warnings:
         yield Finding(Status.WARN, "environment", text, "unset the variable, or rename it")
@@ -25,7 +25,7 @@ def check_configuration() -> Iterator[Finding]:
 
 
 def check_duplicates() -> Iterator[Finding]:
-    """Names that two distributions offer, and rules that nothing answers to."""
+    """Find names that two distributions offer, and rules that match nothing."""
     loaded = load_config()
     registry = PluginRegistry.discover(loaded, tolerant=True)
     rows = registry.records()

@@ -85,7 +85,7 @@ def _explain_code(name: str, arguments: argparse.Namespace) -> int:
 
 
 def _refused(error: NegotiationError, loaded: LoadedConfig, arguments: argparse.Namespace) -> int:
-    """There is no plan: the record of why, or of why one plugin could not serve."""
+    """Report why there is no plan, or why one plugin could not serve."""
     if arguments.why_not and error.failure is not None:
         _show_why_not(error, arguments)
     elif arguments.json:
@@ -108,7 +108,7 @@ def _show_why_not(outcome: Plan | NegotiationError, arguments: argparse.Namespac
 
 
 def _verdicts(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Each group's verdict on a plugin, out of a plan's or a failure's record."""
+    """Return each group's verdict on a plugin, out of a plan's or a failure's record."""
     verdicts = []
     for group in (*record["groups"], *record.get("state_groups", ())):
         reasons = [reason for item in group["rejected"] if item["name"] == name for reason in item["reasons"]]

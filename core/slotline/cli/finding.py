@@ -1,4 +1,4 @@
-"""What a check of `slotline doctor` found."""
+"""Findings of the checks of `slotline doctor`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Status(IntEnum):
 
 @frozen
 class Finding:
-    """One row: how bad, of what, what was found, and what to do about it.
+    """One row: severity, subject, text and remedy.
 
     Attributes:
-        status: how bad it is.
-        check: what was looked at; ``kind:name`` for a plugin.
-        text: what was found.
-        fix: what to do about it.
-        runs_here: whether a plugin can be used on this machine; None for what is no plugin.
-        why_not: why it cannot.
-        group: the heading that it stands under.
+        status: the severity.
+        check: the checked object, ``kind:name`` for a plugin.
+        text: the finding.
+        fix: the remedy.
+        runs_here: whether a plugin can be used on this machine. None if the row is not about a plugin.
+        why_not: the reason why it cannot.
+        group: the heading of the row.
     """
 
     status: Status
@@ -50,7 +50,7 @@ class Finding:
     group: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the finding as JSON types."""
         common = {"status": self.status.label, "check": self.check, "text": self.text, "fix": self.fix}
         plugin = {} if self.runs_here is None else {"runs_here": self.runs_here, "why_not": self.why_not}
         return {"group": self.group, **common, **plugin}

@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments.prompt)
     from slotline.core.llm.llm import LLM
 
-    _params(arguments, {})  # what is wrong with them shows before the model is loaded
+    _params(arguments, {})  # checked before the model is loaded, to report errors early
     values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
     if arguments.stats:
         values["observability.profile"] = True
@@ -89,18 +89,18 @@ def _prompt_text(given: str) -> str:
         raise ConfigError("the prompt is '-', and standard input is closed", fix="give the prompt as an argument")
     try:
         text = sys.stdin.read() if given == "-" else given
-        text.encode()  # what Python cannot decode of an argument comes as surrogates
+        text.encode()  # undecodable bytes of an argument come as surrogates
     except UnicodeError as error:
         raise ConfigError(f"the prompt is no text: {error}", fix="give it as UTF-8") from error
     return text
 
 
 _DEFAULTS = MappingProxyType({"temperature": 0.7, "max_tokens": 128})
-"""What stands in for options that are left out, where the model has no default of its own."""
+"""Values of options that are left out, if the model has no default of its own."""
 
 
 def _params(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Return the options as parameters; those that `defaults` has are left to it where they are not given."""
+    """Return the options as parameters. Options that are not given are left to `defaults` if it has them."""
     from slotline.registry.contracts.sampling_params import SamplingParams
 
     asked = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
@@ -110,12 +110,12 @@ def _params(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Sampl
 
 
 def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
-    """The text itself, or the tokens of a conversation of one message."""
+    """Return the text itself, or the tokens of a conversation of one message."""
     return llm.tokenizer.chat_prompt([{"role": "user", "content": text}]) if chat else text
 
 
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
-    """The adapter of a folder, or of a name: one that is loaded, or one beside the model."""
+    """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
     from slotline.core.api.lora_request import LoRARequest
 
     own = llm.engine.runner.model.facts.path / "adapters" / name
@@ -126,10 +126,10 @@ def _adapter(llm: LLM, name: str) -> AdapterChoice:
 
 
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, adapter: AdapterChoice, *, show: bool) -> RequestOutput:
-    """Generate; print what is settled of the text after each step. Returns the last output."""
+    """Generate, and print the settled part of the text after each step. Return the last output."""
     printed = ""
     if show and sys.stdout.isatty() and isinstance(prompt, str):
-        print(prompt, end="", flush=True)  # a person reads the whole; a program that captures gets the continuation
+        print(prompt, end="", flush=True)  # a person reads the whole text, a program only the continuation
     for output in llm.stream(prompt, params, lora_request=adapter):
         text = output.outputs[0].text
         if show and len(text) > len(printed):
@@ -141,7 +141,7 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, adapter: AdapterCh
 
 
 def _summary(llm: LLM, output: RequestOutput, seconds: float) -> str:
-    """One line: what ran, how much, how fast, why it ended."""
+    """Return a line on what ran, the number of tokens, the speed, and the reason of the end."""
     done = output.outputs[0]
     first = output.metrics.time_to_first_token or 0.0
     count = len(done.token_ids)
@@ -167,7 +167,7 @@ def _as_json(llm: LLM, output: RequestOutput, seconds: float) -> dict[str, Any]:
 
 
 def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
-    """Step parts in milliseconds a step, cached tokens, preemptions, memory, graphs, phases of the start."""
+    """Yield step parts in milliseconds a step, cached tokens, preemptions, memory, graphs, phases of the start."""
     profiler = llm.engine.profiler
     for name, seconds in profiler.seconds.items():
         yield f"{name}, ms a step", f"{1e3 * seconds / profiler.counts[name]:,.3f}"

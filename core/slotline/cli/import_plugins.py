@@ -20,7 +20,7 @@ from slotline.registry.loading import resolve_factory, resolve_options
 
 
 def main() -> None:
-    """Try the plugins of the order in the first argument; see `slotline.cli.trial`."""
+    """Try the plugins of the order in the first argument, see `slotline.cli.trial`."""
     order = json.loads(sys.argv[1])
     registry = PluginRegistry.discover(load_config(order["config"], overrides=order["overrides"]), tolerant=True)
     reports = {label: _descriptor(registry, label) for label in order["labels"]}
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _descriptor(registry: PluginRegistry, label: str) -> dict[str, Any]:
-    """Import the descriptor and the options class; note whether that brought torch in."""
+    """Import the descriptor and the options class. Note whether that imported torch."""
     _say({"label": label, "event": "trying"})
     had_torch = "torch" in sys.modules
     contract, error, fix = "", "", ""

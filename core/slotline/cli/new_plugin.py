@@ -1,6 +1,7 @@
-"""`slotline new-plugin`: a package with a plugin that is right from the first minute, to be replaced piece by piece.
+"""`slotline new-plugin`: a package with a working plugin, to be replaced piece by piece.
 
-The package is a copier template, `templates/`, one for all kinds; what differs by kind lies in `templates/kinds/`.
+The package is a copier template, `templates/`, one for all kinds. The parts that differ by kind are in
+`templates/kinds/`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def render(kind: Kind, name: str, folder: Path) -> list[Path]:
 
 
 def checked_kind(text: str) -> Kind:
-    """The kind, if there is a template for it.
+    """Return the kind, if there is a template for it.
 
     Raises:
         PluginError: naming the kinds that have one.
@@ -78,10 +79,10 @@ def checked_kind(text: str) -> Kind:
 
 
 def checked_name(text: str) -> str:
-    """The name as a Python package.
+    """Return the name as a Python package.
 
     Raises:
-        PluginError: if it cannot be one, or would hide one that is there.
+        PluginError: if the name is invalid, or would hide an installed package.
     """
     name = text.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):

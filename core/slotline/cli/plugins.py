@@ -1,4 +1,4 @@
-"""`slotline plugins`: every plugin of this environment and where it stands. Imports no torch."""
+"""`slotline plugins`: every plugin of this environment and its state. Imports no torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _cells(row: PluginRecord, trial: Trial | None, own: Collection[str]) -> tupl
 
 
 def _runs_here(row: PluginRecord, trial: Trial | None) -> bool | None:
-    """Return whether a plugin can be used here; None if it was not tried."""
+    """Return whether a plugin can be used here, or None if it was not tried."""
     if trial is not None:
         return trial.runs_here
     return None if row.state in _OPEN else False
@@ -99,7 +99,10 @@ def _kind(row: PluginRecord) -> str:
 
 
 def _contract(row: PluginRecord) -> str:
-    """The plugin's range, and the bound version where it is another text; empty until the plugin is loaded."""
+    """Return the plugin's contract range, and the bound version if its text differs.
+
+    The text is empty until the plugin is loaded.
+    """
     if row.descriptor is None:
         return ""
     spoken = row.descriptor.contract

@@ -55,7 +55,7 @@ def run_process(command: Callable[[Interrupts], int]) -> int:
 
 
 def closed_by_reader() -> int:
-    """Drop what is still to be printed, since the program that read it has enough; return the exit code."""
+    """Drop the output that is still to be printed, since its reader has closed. Return the exit code."""
     return max(_flush(sys.stdout), _flush(sys.stderr))
 
 
@@ -80,11 +80,11 @@ class Interrupts:
         self._ours = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 
     def end_at_once(self) -> None:
-        """From now on end the process."""
+        """End the process on an interrupt from now on."""
         self._take(_end)
 
     def start(self) -> None:
-        """From now on raise KeyboardInterrupt in the command."""
+        """Raise KeyboardInterrupt in the command on an interrupt from now on."""
         self._take(self._raise)
         if self._ours:
             sys.unraisablehook = self._unraisable
@@ -98,7 +98,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def _unraisable(self, event: UnraisableHookArgs) -> None:
-        """Deliver an interrupt again that came in a finalizer, where no exception can leave."""
+        """Deliver an interrupt again that came in a finalizer, which no exception can leave."""
         if not issubclass(event.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(event)
             return
@@ -116,7 +116,9 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _open_streams() -> bool:
-    """Put /dev/null where a standard stream is closed, so that no file gets its number; return whether output is open.
+    """Put /dev/null in place of a closed standard stream, so that no file gets its number.
+
+    Returns whether output is open.
 
     `print` to a standard error that is None goes to standard output.
     """
@@ -138,7 +140,10 @@ def _open_streams() -> bool:
 
 
 def _flush(stream: Any) -> int:
-    """Write what is left; return the exit code of that. What fails now would fail again at the very end."""
+    """Write the remaining output. Return the exit code of that.
+
+    A write that fails now would fail again at the very end.
+    """
     try:
         stream.flush()
     except BrokenPipeError:

@@ -13,7 +13,7 @@ from slotline.registry.config import LoadedConfig
 
 @contextmanager
 def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
-    """The checkpoint's folder; where it has no weights, a temporary one with random weights of its configuration."""
+    """Yield the checkpoint's folder, or a temporary one with random weights if the checkpoint has no weights."""
     from slotline.planner.plan import SMALL_MODEL
 
     path = loaded.path("model") or SMALL_MODEL

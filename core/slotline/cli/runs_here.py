@@ -1,4 +1,4 @@
-"""Whether a plugin can run on this machine: what it declares of devices, and what its probe says."""
+"""Check of whether a plugin runs on this machine, by its declared devices and its probe."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 _LEAST = 16
-"""Columns that the widest cells may be squeezed to; on a narrower terminal each row becomes a few lines."""
+"""Columns that the widest cells may be squeezed to. On a narrower terminal each row becomes a few lines."""
 
 
 def print_table(
@@ -28,7 +28,7 @@ def print_table(
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """The table as aligned text."""
+    """Return the table as aligned text."""
     lines = [headers, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     return "\n".join(_line(line, widths, right) for line in lines)

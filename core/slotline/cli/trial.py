@@ -18,18 +18,18 @@ _CHILD = "from slotline.cli.import_plugins import main; main()"
 
 @frozen(kw_only=True)
 class Trial:
-    """What came of trying a plugin.
+    """Result of trying a plugin.
 
     Attributes:
         label: ``kind:name``.
-        contract: the versions it speaks; empty if its descriptor does not import.
-        error: why it does not import; empty if it does.
-        fix: what to do about that.
+        contract: its contract versions, empty if its descriptor does not import.
+        error: the reason why it does not import, empty if it does.
+        fix: the remedy.
         missing: the package whose absence is the error.
         torch: whether its descriptor's module imports torch.
         devices: of this machine, those that it runs on.
-        why_not: why there are none.
-        crashed: how its process ended, if it did not survive.
+        why_not: the reason why there are none.
+        crashed: the end of its process, if that crashed.
     """
 
     label: str
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it can be used on this machine."""
+        """True if it can be used on this machine."""
         return bool(self.devices) and not self.error and not self.crashed
 
 
@@ -56,7 +56,7 @@ def try_plugins(
     overrides: Sequence[str] = (),
     seconds: float = SECONDS,
 ) -> Iterator[Trial]:
-    """Import plugins and ask their probes; after a crash the rest is tried in another process.
+    """Import plugins and ask their probes. After a crash the rest is tried in another process.
 
     Args:
         labels: ``kind:name`` of each.

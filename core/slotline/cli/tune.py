@@ -87,7 +87,7 @@ def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, folder: Path) ->
 
 
 def _settings(loaded: LoadedConfig, cases: Cases, folder: Path) -> dict[str, Any]:
-    """What every trial sets: the folder, no bars inside, and graphs of the sizes that are timed alone."""
+    """Return the settings of every trial: the folder, no inner bars, and graphs of only the timed sizes."""
     settings = {"model": str(folder), "observability.progress": False}
     if loaded.origins["graphs.sizes"].kind == "default":
         settings["graphs.sizes"] = sorted({*cases.batches, cases.mixed})

@@ -20,7 +20,7 @@ class Workload:
 
     Attributes:
         name: as on the command line.
-        waves: prompts of each wave; a wave starts when the one before has ended. The last one is what is timed.
+        waves: prompts of each wave. A wave starts when the previous wave has ended. Only the last wave is timed.
         max_tokens: output tokens of each request of a wave.
         temperature: of every request.
         max_model_len: tokens that the longest sequence may have.
@@ -34,43 +34,46 @@ class Workload:
 
 
 def nano(scale: float = 1.0) -> Workload:
-    """The published bench of nano-vllm: 256 requests, 100 to 1024 tokens in, 100 to 1024 out."""
+    """Return the published bench of nano-vllm: 256 requests, 100 to 1024 tokens in, 100 to 1024 out."""
     rng, low, high = Random(0), _scaled(100, scale), _scaled(1024, scale)
     prompts = [_prompt(rng, rng.randint(low, high)) for _ in range(_scaled(256, scale))]
     return _one("nano", prompts, [rng.randint(low, high) for _ in prompts], temperature=0.6, max_model_len=4096)
 
 
 def latency(scale: float = 1.0) -> Workload:
-    """One request, 128 in and 512 out: bound by reading the weights."""
+    """Return one request, 128 in and 512 out, which is bound by reading the weights."""
     return _one("latency", [_prompt(Random(1), _scaled(128, scale))], [_scaled(512, scale)], max_model_len=2048)
 
 
 def prefill(scale: float = 1.0) -> Workload:
-    """16 requests, 4096 in and 1 out: bound by arithmetic."""
+    """Return 16 requests, 4096 in and 1 out, which are bound by arithmetic."""
     rng, count = Random(3), _scaled(16, scale)
     prompts = [_prompt(rng, _scaled(4096, scale)) for _ in range(count)]
     return _one("prefill", prompts, [1] * count, max_model_len=8192)
 
 
 def decode1(scale: float = 1.0) -> Workload:
-    """One request, 32 in and 64 out."""
+    """Return one request, 32 in and 64 out."""
     return _one("decode1", [_prompt(Random(4), _scaled(32, scale))], [_scaled(64, scale)], max_model_len=1024)
 
 
 def decode16(scale: float = 1.0) -> Workload:
-    """16 requests, 32 in and 64 out each."""
+    """Return 16 requests, 32 in and 64 out each."""
     rng, count = Random(5), _scaled(16, scale)
     prompts = [_prompt(rng, _scaled(32, scale)) for _ in range(count)]
     return _one("decode16", prompts, [_scaled(64, scale)] * count, max_model_len=1024)
 
 
 def prefill512(scale: float = 1.0) -> Workload:
-    """One request, 512 in and 1 out."""
+    """Return one request, 512 in and 1 out."""
     return _one("prefill512", [_prompt(Random(6), _scaled(512, scale))], [1], max_model_len=1024)
 
 
 def prefix(scale: float = 1.0) -> Workload:
-    """Two waves of 16 requests that share 512 tokens, each with 16 of its own, 1 out: the second finds them cached."""
+    """Return two waves of 16 requests that share 512 tokens, each with 16 of its own, 1 out.
+
+    The second wave finds the shared tokens cached.
+    """
     rng, count = Random(7), _scaled(16, scale)
     shared = _prompt(rng, _scaled(512, scale))
     waves = tuple([shared + _prompt(rng, _scaled(16, scale)) for _ in range(count)] for _ in range(2))
@@ -80,14 +83,14 @@ def prefix(scale: float = 1.0) -> Workload:
 WORKLOADS: Mapping[str, Callable[[float], Workload]] = MappingProxyType(
     {make.__name__: make for make in (nano, latency, prefill, decode1, decode16, prefill512, prefix)}
 )
-"""By name; each takes the factor on requests and lengths."""
+"""Workloads by name. Each takes the factor on requests and lengths."""
 
 
 def workload(name: str, scale: float = 1.0) -> Workload:
-    """A workload by name, its requests and lengths multiplied by `scale`, none below 1.
+    """Return a workload by name, its requests and lengths multiplied by `scale`, none below 1.
 
     Raises:
-        ConfigError: if there is no such workload, or the scale is not above 0.
+        ConfigError: if the workload is unknown, or the scale is not above 0.
     """
     if name not in WORKLOADS:
         raise ConfigError(f"there is no workload {name!r}", fix=f"there are {', '.join(WORKLOADS)}")
@@ -99,7 +102,7 @@ def workload(name: str, scale: float = 1.0) -> Workload:
 def _one(
     name: str, prompts: Sequence[Sequence[int]], outputs: Sequence[int], *, max_model_len: int, temperature: float = 0.0
 ) -> Workload:
-    """A workload of one wave."""
+    """Return a workload of one wave."""
     return Workload(
         name=name, waves=(prompts,), max_tokens=(outputs,), temperature=temperature, max_model_len=max_model_len
     )

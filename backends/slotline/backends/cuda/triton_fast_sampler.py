@@ -1,8 +1,9 @@
-"""The draws of steps that ask for tokens and nothing else, in Triton, with as little work on the host as can be.
+"""Sampling of steps that need only tokens, in Triton, with as little work on the host as possible.
 
-All that such a step gives is its tokens, and the kernel that draws them writes them where they are wanted: into the
-table that the next step reads, and into the host's memory, where a copy of its own would hold the device up. Behind a
-captured forward pass logits and parameters lie where those of the steps before lay, so launches are looked up once.
+The only result of these steps are tokens, and the kernel that draws them writes them to where they are needed: into the
+table that the next step reads, and into the host's memory, since a separate copy would hold up the device. After a
+captured forward pass logits and parameters are at the same addresses as in earlier steps, so launches are looked up
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from slotline.registry.errors import IntegrityError
 
 @frozen(eq=False)
 class _Prepared:
-    """Launches for logits at one place; `tokens` [n] int64 is where they leave what they draw, and `host` [n]."""
+    """Launches for logits at one address, which write their draws to `tokens` [n] int64 and `host` [n]."""
 
     launches: tuple[Callable[[], None], ...]
     tokens: torch.Tensor
@@ -31,14 +32,14 @@ class _Prepared:
 
 
 class FastSampler:
-    """Draws tokens, keeps them for the next step, and starts them on their way to the host.
+    """Draws tokens, keeps them for the next step, and starts their copy to the host.
 
-    The tokens of one call must have arrived before the next one: there is one place for them.
+    The tokens of one call must have arrived before the next call: both use the same memory.
 
     Args:
-        last_tokens: on the device where the logits are; without drafts.
+        last_tokens: on the device of the logits, without drafts.
         staging: of that device, a torch device string.
-        most: rows of a step.
+        most: the largest number of rows of a step.
     """
 
     def __init__(
@@ -53,13 +54,15 @@ class FastSampler:
     def __call__(
         self, logits: torch.Tensor, params: torch.Tensor | None, stand_ins: torch.Tensor, *, captured: bool
     ) -> tuple[torch.Tensor, Download]:
-        """Tokens [n] int64 drawn from the first n logits, overwritten by the next call, and their arrival.
+        """Draw tokens [n] int64 from the first n logits. Return them with their download.
+
+        The next call overwrites them.
 
         Args:
             logits: [n or more, vocab_size] float32.
-            params: `SamplingMetadata.packed` of the rows on the device, [n, 8] int32; None where all are greedy.
+            params: `SamplingMetadata.packed` of the rows on the device, [n, 8] int32. None means that all are greedy.
             stand_ins: [n] int64, see `PlaceholderTokens`.
-            captured: whether the logits lie in a graph's memory, and are to be found at this place again.
+            captured: whether the logits are in a graph's memory, and so at the same address again.
 
         Raises:
             IntegrityError: if there are more rows than there is room for.

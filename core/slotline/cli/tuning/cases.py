@@ -1,4 +1,4 @@
-"""What is timed on each engine."""
+"""Cases that are timed on each engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from attrs import asdict, frozen
 from slotline.registry.errors import ConfigError
 
 WARM_UPS, WINDOWS, STEPS = 4, 7, 8
-"""Decode steps before the first sample; samples of a case; decode steps that a sample is the mean of."""
+"""Decode steps before the first sample, samples of a case, and decode steps of each sample's mean."""
 BATCHES = (1, 8, 64)
-"""Requests of the decode cases, beside the most that run at a time."""
+"""Requests of the decode cases, in addition to the most that run at a time."""
 CONTEXT = {"cuda": 1024, "cpu": 64}
 PREFILL = {"cuda": 2048, "cpu": 256}
 MIXED_DECODES, MIXED_TOKENS = 8, 64
@@ -23,14 +23,14 @@ a prompt in one launch may be best where keys are few, and not where they are ma
 
 @frozen(kw_only=True)
 class Cases:
-    """The cases, by sizes.
+    """Timed cases, by sizes.
 
     Attributes:
         batches: requests of each decode case.
         context: tokens that each request has in the cache when its decode steps begin.
         prefill: tokens of the one prompt of the prefill case.
         mixed: tokens of the mixed case's step: up to 8 requests that decode, and a prompt of the rest.
-        long: tokens that each of those has in the cache in a second mixed case; 0 for no such case.
+        long: tokens that each of the decoding requests has in the cache in a second mixed case, 0 for no second case.
     """
 
     batches: tuple[int, ...]
@@ -45,7 +45,7 @@ class Cases:
         return WARM_UPS + (WINDOWS + 1) * STEPS
 
     def describe(self) -> str:
-        """One line for a reader."""
+        """Return the cases as a line for a reader."""
         batches = ", ".join(map(str, self.batches))
         short = f"; one of {self.mixed - self.decodes} tokens beside {self.decodes} that decode"
         short += f", and beside as many with {self.long} tokens of context" if self.long else ""
@@ -60,7 +60,7 @@ class Cases:
         return min(MIXED_DECODES, self.batches[-1] - 1, self.mixed - 1)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the cases as JSON types."""
         return asdict(self)
 
 
@@ -73,11 +73,11 @@ def cases_for(
     context: int | None = None,
     batches: Sequence[int] | None = None,
 ) -> Cases:
-    """The cases that an engine of these bounds can run.
+    """Return the cases that an engine of these bounds can run.
 
     Args:
-        context: tokens of context; None for what is usual on the device, cut to the model's length.
-        batches: decode batches; None for 1, 8, 64 and `max_requests`.
+        context: tokens of context. None means the device's usual number, cut to the model's length.
+        batches: decode batches. None means 1, 8, 64 and `max_requests`.
 
     Raises:
         ConfigError: if a size was asked for that does not fit.

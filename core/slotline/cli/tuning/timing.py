@@ -22,7 +22,7 @@ LEAST_SAMPLES = 3
 SECONDS = 1.5
 """After so long a case ends with the samples it has, if they are enough."""
 LONG_STEP = 0.05
-"""A step of so many seconds is a sample by itself."""
+"""Seconds above which a single step is a sample."""
 
 
 @frozen(kw_only=True)
@@ -40,12 +40,12 @@ class Timing:
     samples: int
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the timing as JSON types."""
         return {"median_s": self.median, "spread": self.spread, "samples": self.samples}
 
 
 def time_cases(engine: Engine, cases: Cases) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Every case that the engine has room for, and why the others were left out."""
+    """Time every case that the engine has room for. Return also the reasons for leaving out the others."""
     bench = _Bench(engine, np.random.default_rng(0))
     timings, skipped = {}, {}
     for batch in cases.batches:
@@ -76,7 +76,7 @@ class _Bench:
     _ids: Iterator[int] = field(factory=count, init=False)
 
     def decode(self, batch: int, cases: Cases) -> Timing:
-        """Steps in which each of `batch` requests gets one token."""
+        """Time steps in which each of `batch` requests gets one token."""
         with self._decoding(batch, cases, cases.context):
             steps = STEPS if self._timed(lambda: self._steps(1)) < LONG_STEP else 1
 
@@ -86,12 +86,12 @@ class _Bench:
             return _sampled(sample, WINDOWS)
 
     def mixed(self, cases: Cases, context: int) -> Timing:
-        """A short prompt's first token beside requests that decode and have so many tokens in the cache."""
+        """Time a short prompt's first token together with decoding requests that have `context` tokens in the cache."""
         with self._decoding(cases.decodes, cases, context):
             return _sampled(lambda: self._first_token(cases.mixed - cases.decodes), WINDOWS)
 
     def prefill(self, cases: Cases) -> Timing:
-        """A long prompt's first token."""
+        """Time a long prompt's first token."""
         self._first_token(cases.prefill)
         return _sampled(lambda: self._first_token(cases.prefill), WINDOWS)
 
@@ -107,7 +107,10 @@ class _Bench:
             self._end(requests)
 
     def _first_token(self, length: int) -> float:
-        """Seconds from a prompt's arrival to its token; prompts differ, so that none is found in the prefix cache."""
+        """Return the seconds from a prompt's arrival to its token.
+
+        Prompts differ, so that none is found in the prefix cache.
+        """
         prompt = self._prompt(length)
 
         def run() -> None:
@@ -151,7 +154,7 @@ class _Bench:
 
 
 def _sampled(sample: Callable[[], float], number: int) -> Timing:
-    """The median of `number` samples, or of fewer where they take long; the first one warms up."""
+    """Return the median of `number` samples, or of fewer if they take long, after one to warm up."""
     sample()
     taken: list[float] = []
     start = perf_counter()

@@ -1,4 +1,4 @@
-"""Which engines are worth a trial: what negotiation would accept, one thing varied at a time."""
+"""Selection of engines to try: accepted by negotiation, one thing varied at a time."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Trial:
     settings: Mapping[str, Any]
 
     def describe(self) -> str:
-        """Its settings on one line."""
+        """Return the settings on one line."""
         return ", ".join(f"{key}={_plain(value)}" for key, value in self.settings.items()) or "as configured"
 
 
 def backends_of(plan: Plan) -> dict[str, str]:
-    """The plan's backend of each kind of layers."""
+    """Return the plan's backend of each kind of layers."""
     return {group.layers[0].kv_kind: group.backend for group in plan.groups}
 
 
 def feasible_backends(plan: Plan) -> dict[str, list[str]]:
-    """By kind of layers, the backends that could serve all of its groups, the plan's own first."""
+    """Return, by kind of layers, the backends that could serve all of its groups, the plan's own first."""
     found: dict[str, list[str]] = {}
     for group in plan.groups:
         lost = [item.name for item in group.rejected if {reason.code for reason in item.reasons} == {"N191"}]
@@ -45,7 +45,7 @@ def feasible_backends(plan: Plan) -> dict[str, list[str]]:
 
 
 def refused_backends(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Backends that cannot serve a group, with the reasons."""
+    """Yield backends that cannot serve a group, with the reasons."""
     feasible = feasible_backends(plan)
     for group in plan.groups:
         for item in group.rejected:
@@ -55,7 +55,7 @@ def refused_backends(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def backend_trials(plan: Plan) -> Iterator[Trial]:
-    """The plan as it is, then each other backend in one kind of layers, the rest as planned."""
+    """Yield the plan as it is, then each other backend in one kind of layers, the rest as planned."""
     base = backends_of(plan)
     yield backend_trial(base)
     for kind, names in feasible_backends(plan).items():
@@ -63,12 +63,12 @@ def backend_trials(plan: Plan) -> Iterator[Trial]:
 
 
 def backend_trial(backends: Mapping[str, str]) -> Trial:
-    """Certain backends."""
+    """Return a trial of the given backends."""
     return Trial(varied="backend", settings={"attention.backend": one_or_table(backends)})
 
 
 def block_size_trials(backends: Mapping[str, str], taken: int, sizes: Sequence[int]) -> Iterator[Trial]:
-    """The block sizes that other backends take."""
+    """Yield trials of the block sizes that other backends take."""
     for size in sizes:
         if size != taken:
             settings = {"attention.backend": one_or_table(backends), "cache.block_size": size}
@@ -76,7 +76,7 @@ def block_size_trials(backends: Mapping[str, str], taken: int, sizes: Sequence[i
 
 
 def graph_trials(backends: Mapping[str, str], block_size: int, measured: str) -> Iterator[Trial]:
-    """Each graph mode but the one that was measured."""
+    """Yield trials of each graph mode but the measured one."""
     for mode in MODES:
         if mode != measured:
             settings = {"attention.backend": one_or_table(backends), "cache.block_size": block_size}
@@ -84,7 +84,7 @@ def graph_trials(backends: Mapping[str, str], block_size: int, measured: str) ->
 
 
 def one_or_table(backends: Mapping[str, str]) -> str | dict[str, str]:
-    """The value of ``attention.backend``."""
+    """Return the value of ``attention.backend``."""
     names = set(backends.values())
     return names.pop() if len(names) == 1 else dict(backends)
 

@@ -15,7 +15,7 @@ PACKAGES = ("slotline", "torch", "triton", "transformers")
 
 
 def tuned_file(tuning: Tuning, best: MeasuredRun, cases: Cases) -> str:
-    """The text of the file: the best run's choices, and in comments where they come from."""
+    """Return the text of the file: the best run's choices, with their origin in comments."""
     plan, measured = tuning.base.plan, tuning.measured
     device = plan.device.name or plan.device.type
     names = {**{f"attention {name}": text for name, text in best.versions.items()}, **_versions()}

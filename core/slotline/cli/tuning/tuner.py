@@ -35,7 +35,7 @@ from slotline.registry.negotiation.request import AUTO_GRAPHS
 
 logger = logging.getLogger("slotline")
 WORTH_A_BLOCK_SIZE = 1.5
-"""Other block sizes are tried for backends that take at most so many times as long as the best."""
+"""Other block sizes are tried for backends that take at most this multiple of the best time."""
 
 Configure = Callable[[Mapping[str, Any]], LoadedConfig]
 Counted = Callable[[list[Trial], str], Iterable[Trial]]
@@ -43,14 +43,14 @@ Counted = Callable[[list[Trial], str], Iterable[Trial]]
 
 @frozen(kw_only=True)
 class Outcome:
-    """What came of a trial.
+    """Result of a trial.
 
     Attributes:
         trial: the trial.
-        run: what negotiation reads of it; None if no plan came of it.
+        run: the record that negotiation reads, None if there was no plan.
         timings: by case. skipped: cases without room, with the reason.
-        failure: why there are no timings.
-        seconds: to build, time and tear down; capture: what graphs took, as JSON types, None without graphs.
+        failure: the reason why there are no timings.
+        seconds: to build, time and tear down. capture: the cost of graphs as JSON types, None without graphs.
         leaked: bytes of device memory still allocated afterwards beyond those before.
     """
 
@@ -104,7 +104,7 @@ class Tuner:
     _pair: tuple[str, str] = field(default=("", ""), init=False)
 
     def run(self) -> Tuning:
-        """Backends first, then block sizes of the good ones, then graph modes of the best.
+        """Try backends first, then block sizes of the good ones, then graph modes of the best.
 
         Raises:
             SlotlineError: if not even a plan for the configuration as it is can be made, or if it has stages.
@@ -135,7 +135,7 @@ class Tuner:
         )
 
     def _combine(self, plan: Plan, aim: str) -> None:
-        """Where kinds of layers differ in their best backend, these together."""
+        """Try the best backends of the kinds of layers together, if these differ."""
         measured = self._measured(plan, aim)
         base, chosen = backends_of(plan), {}
         for kind, own in base.items():
@@ -164,7 +164,7 @@ class Tuner:
                 self._outcomes.append(outcome)
 
     def _outcome(self, trial: Trial, aim: str) -> Outcome:
-        """Plan, build, time and tear down; a failure is an outcome, not an end."""
+        """Plan, build, time and tear down. A failure is an outcome and ends nothing."""
         try:
             planned = make_plan(self.configure(trial.settings), use_measurements=False)
         except SlotlineError as error:
@@ -202,7 +202,7 @@ class Tuner:
         )
 
     def _load(self, planned: Planned) -> Model:
-        """The weights; one model serves all engines."""
+        """Load the weights. One model serves all engines."""
         if self._model is None:
             self._model = EngineBuilder(planned).load_model()
         return self._model
@@ -228,14 +228,14 @@ def _run_of(plan: Plan, aim: str) -> MeasuredRun:
 
 
 def _aim(plan: Plan) -> str:
-    """The graph mode under which backends are compared."""
+    """Return the graph mode under which backends are compared."""
     if plan.graphs.resolved == "none":
         return "none"
     return AUTO_GRAPHS if plan.graphs.asked == "auto" else plan.graphs.asked
 
 
 def _allocated(device: str) -> int:
-    """Bytes of device memory in use once everything unreachable is gone."""
+    """Return the bytes of device memory in use once everything unreachable is freed."""
     gc.collect()
     if not device.startswith("cuda"):
         return 0

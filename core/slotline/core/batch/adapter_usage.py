@@ -1,4 +1,4 @@
-"""How many adapters a step has: what graphs are captured for, and what products are made for."""
+"""Numbers of adapters in a step, which graphs are captured and products are made for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class AdapterUse(IntEnum):
-    """Adapters of a step; what can run more of them can run fewer."""
+    """Adapters of a step. A larger value serves steps of a smaller one too."""
 
     NONE = 0
     ONE = 1

@@ -1,9 +1,9 @@
-"""Drafts in the form of a tree: several guesses for a position, each with guesses of its own behind it.
+"""Drafts in the form of a tree: several guesses for a position, each followed by guesses of its own.
 
 Example: parents [-1, 0, 0, -1] are two guesses for the first place (nodes 0 and 3) and two that follow node 0 (nodes 1
-and 2). A request's nodes take the slots behind its known tokens in this order, so node 2 lies in the third slot
-although it has the second position. Whatever stands in its own position's slot keeps its keys and values; the rest of
-an accepted path is computed again with the next step's tokens.
+and 2). A request's nodes take the slots after its known tokens in this order, so node 2 lies in the third slot
+although it has the second position. A node in its own position's slot keeps its keys and values. The rest of an
+accepted path is computed again with the next step's tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Bool = npt.NDArray[np.bool_]
 
 @frozen(eq=False)
 class DraftTree:
-    """The form of a proposal, the same for all requests; any first nodes of it are a tree too.
+    """Form of a proposal, the same for all requests. Any first nodes of it are a tree too.
 
     Attributes:
-        parents: [k] int64, index of each node's parent, always a node before it; -1 for none.
+        parents: [k] int64, index of each node's parent, always an earlier node, or -1 for none.
         depths: [k] int64, the node's place in a text: 1 for the first draft, and so on.
         sees: [k, k] bool, whether node i has node j on its path, itself included.
         paths: [k, most depth] int64, the nodes on the way to each, itself last, then -1.
@@ -34,10 +34,10 @@ class DraftTree:
 
     @classmethod
     def of(cls, parents: Int) -> DraftTree:
-        """From the parents.
+        """Build the tree from the parents.
 
         Raises:
-            ValueError: if one is neither -1 nor a node before.
+            ValueError: if a parent is neither -1 nor an earlier node.
         """
         count = len(parents)
         if parents.ndim != 1 or ((parents < -1) | (parents >= np.arange(count))).any():
@@ -52,15 +52,18 @@ class DraftTree:
         return cls(parents, depths, sees, paths)
 
     def positions(self, nodes: Int) -> Int:
-        """Drafts assumed behind each of `nodes` [n], 0 for the known tokens' last, then 1 + the node: [n] int64."""
+        """Return the drafts that each of `nodes` [n] assumes: [n] int64.
+
+        `nodes` are 0 for the last known token, then 1 + the node.
+        """
         found: Int = np.where(nodes > 0, self.depths[nodes - 1], 0)
         return found
 
     def num_kept(self, nodes: Int) -> Int:
-        """How many of an accepted path's drafts keep what was computed for them, up to and with each entry of [n].
+        """Count the drafts of an accepted path that keep their computed keys and values, up to each entry of [n].
 
-        `nodes` as in `positions`, of requests one after the other, along one path each. A node that lies in the slot
-        of its position does; behind one that does not, none does, since a node's number is at least its depth.
+        `nodes` are as in `positions`, of requests one after the other, along one path each. A node in the slot of its
+        position keeps them. After a node in another slot none does, since a node's number is at least its depth.
         """
         request = np.cumsum(nodes == 0) * (len(self.parents) + 1)
         kept = np.where(nodes == self.positions(nodes), nodes, 0)
@@ -69,12 +72,12 @@ class DraftTree:
 
     @property
     def num_chained(self) -> int:
-        """How many of the first nodes stand one behind the other."""
+        """The number of first nodes that form a chain."""
         return int(np.cumprod(self.parents == np.arange(len(self.parents)) - 1).sum())
 
     @property
     def first_path(self) -> Int:
-        """The nodes of the chain of first children, [m] int64; a drafter puts the likeliest child first."""
+        """The nodes of the chain of first children, [m] int64. A drafter puts the likeliest child first."""
         nodes, last = [], -1
         while len(found := np.flatnonzero(self.parents == last)):
             last = int(found[0])
@@ -82,12 +85,12 @@ class DraftTree:
         return np.array(nodes, np.int64)
 
     def accepted(self, tokens: Int, nodes: Int, drafts: Int) -> Bool:
-        """Which logits rows give their request a token: the known tokens' last, and each node of the path that stands.
+        """Return the logits rows that give their request a token: the last known token, and each accepted node.
 
         Args:
             tokens: [n] the token of each logits row.
-            nodes: [n] as in `positions`; each request begins with 0.
-            drafts: [n] the token of that node; whatever for 0.
+            nodes: [n] as in `positions`, beginning with 0 for each request.
+            drafts: [n] the token of that node, any number for 0.
         """
         nodes = nodes - 1
         stands = nodes < 0

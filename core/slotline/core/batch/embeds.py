@@ -21,5 +21,5 @@ class Embeds:
     values: torch.Tensor
 
     def merged(self, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings [num_tokens, hidden_size] of a step with these in their places."""
+        """Return the embeddings [num_tokens, hidden_size] of a step with these values in their places."""
         return embed(input_ids).index_copy_(0, self.index, self.values)

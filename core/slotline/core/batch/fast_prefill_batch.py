@@ -20,14 +20,14 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False)
 class FastPrefillBatch:
-    """Which tokens are wanted of which request: always its last ones.
+    """Wanted tokens of each request, always its last ones.
 
     Attributes:
         num_tokens: of all requests.
         index: [num_tokens] int64 on the device, their places in the step.
-        query_start_loc: [num_requests + 1] int32 on the device; `query_start_loc_cpu` on the host.
+        query_start_loc: [num_requests + 1] int32 on the device, with `query_start_loc_cpu` on the host.
         max_query_len: most of one request.
-        num_decodes: requests at the front with one each.
+        num_decodes: requests at the front with one token each.
     """
 
     num_tokens: int
@@ -41,7 +41,10 @@ class FastPrefillBatch:
     def of(
         cls, starts: Int, indices: Int, index: torch.Tensor, upload: Callable[[npt.NDArray[np.int32]], torch.Tensor]
     ) -> FastPrefillBatch:
-        """The tokens `indices` (`index` on the device) of a step whose requests' tokens begin at `starts`."""
+        """Build the batch of the tokens `indices` of a step whose requests' tokens begin at `starts`.
+
+        `index` are the same indices on the device.
+        """
         own = np.searchsorted(indices, starts).astype(np.int32)  # [num_requests + 1]
         lens = np.diff(own)
         others = np.flatnonzero(lens != 1)
@@ -55,7 +58,7 @@ class FastPrefillBatch:
         )
 
     def batch(self, batch: AttentionBatch) -> AttentionBatch:
-        """A batch of the step with these as its query tokens; on the device of `index`."""
+        """Return a batch of the step with these tokens as its query tokens, on the device of `index`."""
         return evolve(
             batch,
             num_tokens=self.num_tokens,

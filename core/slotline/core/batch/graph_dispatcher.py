@@ -1,4 +1,4 @@
-"""Which shapes are captured, and which one a step is padded to."""
+"""Shapes that graphs are captured for, and the choice of a step's shape."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.registry.negotiation import capture_sizes
 
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
+"""Default token counts of uniform batches: fine-grained, since nearly every step is padded to one."""
 AUTO_MIXED_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Token counts of mixed batches where none are named: few, since each may take a graph for every layer."""
+"""Default token counts of mixed batches: few, since each may take a graph for every layer."""
 
 
 @frozen
 class GraphShape:
-    """A shape that graphs are captured for.
+    """Shape that graphs are captured for.
 
     Attributes:
         num_tokens: tokens, padding included.
-        query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
-        num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
-            where attention runs between the graphs and takes any number.
+        query_len: of every request if all have the same, so that whole requests are padded. 0 for a mixed batch.
+        num_requests: of a mixed batch whose attention is captured too, requests without query tokens included. 0 if
+            attention runs between the graphs and takes any number.
         cascade: whether the batch has a common prefix that is served apart.
         adapters: how many adapters it is captured for.
     """
@@ -38,12 +38,12 @@ class GraphShape:
 
     @property
     def padded_requests(self) -> int:
-        """Requests that a batch of this shape is padded to; 0 for any number."""
+        """Requests that a batch of this shape is padded to, or 0 for any number."""
         return self.num_tokens // self.query_len if self.query_len else self.num_requests
 
 
 class GraphDispatcher:
-    """The shapes that a plan has captured, and which one a step is padded to.
+    """The shapes that a plan has captured, and the choice of a step's shape.
 
     Args:
         phases: the plan's phases and their states.
@@ -52,10 +52,10 @@ class GraphDispatcher:
         max_requests, max_tokens: bounds on every batch.
         mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
             requests are padded too.
-        cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
-            that is served apart.
-        adapters: for a query length, 0 for mixed batches, for which uses of adapters shapes are captured, the least
-            first; one that is captured for more serves steps of fewer, too.
+        cascade: for a number of requests and of query tokens each: whether a uniform batch of them may have a common
+            prefix that is served apart.
+        adapters: for a query length, 0 for mixed batches, the uses of adapters that shapes are captured for, in
+            ascending order. A shape captured for more adapters serves steps with fewer too.
     """
 
     def __init__(
@@ -102,7 +102,9 @@ class GraphDispatcher:
     def shape_for(
         self, schedule: SchedulerOutput, *, cascade: bool = False, adapters: AdapterUse = AdapterUse.NONE
     ) -> GraphShape | None:
-        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
+        """Return the captured shape that a step is padded to.
+
+        Return None if the step runs eagerly, as with inputs besides text.
 
         Args:
             cascade: whether the step has a common prefix that is served apart: no other capture fits it then.

@@ -18,12 +18,12 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False)
 class HiddenStates:
-    """Hidden states of some tokens; None for what no drafter reads.
+    """Hidden states of some tokens. Those that no drafter reads are None.
 
     Attributes:
-        last: [n, hidden_size], behind the last norm.
+        last: [n, hidden_size], after the last norm.
         layers: [n, layers * hidden_size], the inputs of chosen layers side by side.
-        index: [n] int64 on the device, where the tokens stand in their step.
+        index: [n] int64 on the device, the places of the tokens in their step.
     """
 
     last: torch.Tensor | None
@@ -31,11 +31,11 @@ class HiddenStates:
     index: torch.Tensor | None
 
     def take(self, places: Int) -> HiddenStates:
-        """Those of some of the tokens, in the order of `places`."""
+        """Return the states of some of the tokens, in the order of `places`."""
         return self.pick(torch.from_numpy(places))
 
     def pick(self, chosen: torch.Tensor) -> HiddenStates:
-        """The same with places [n] int64 that may be known on the device alone."""
+        """Return the states at places [n] int64 that may be known only on the device."""
 
         def pick(states: torch.Tensor | None) -> torch.Tensor | None:
             return None if states is None else states[chosen.to(states.device)]
@@ -51,7 +51,7 @@ class ComputedStates:
         inputs: the step's.
         token_ids: [num_padded_tokens] int64 on the device.
         attend: of the step, still planned.
-        hidden: [num_padded_tokens, hidden_size]; `layers` as in `HiddenStates`.
+        hidden: [num_padded_tokens, hidden_size], with `layers` as in `HiddenStates`.
     """
 
     inputs: ModelInputs
@@ -66,7 +66,7 @@ class LayerTaps:
 
     Args:
         layer_ids: the layers, from 0, in the order in which they are wanted.
-        device: where the states are wanted.
+        device: of the wanted states.
     """
 
     def __init__(self, layer_ids: Sequence[int], device: str) -> None:
@@ -90,10 +90,10 @@ class LayerTaps:
             self._found[index] = hidden_states.to(self._device, copy=True)
 
     def take(self) -> torch.Tensor:
-        """What was kept, [num_tokens, layers * hidden_size], and forget it.
+        """Return the kept states, [num_tokens, layers * hidden_size], and forget them.
 
         Raises:
-            ContractError: if the model has no such layer; the first forward, at start, shows it.
+            ContractError: if the model has no such layer. The first forward pass, at start-up, shows it.
         """
         found, self._found = self._found, {}
         if missing := [index for index in self.layer_ids if index not in found]:

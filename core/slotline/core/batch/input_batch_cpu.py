@@ -18,26 +18,26 @@ PAD_SLOT = -1
 
 @frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class InputBatchCPU:
-    """What is gathered of the rows for one step; `pad` gives one as large as a captured shape.
+    """CPU-side model inputs of one step. `pad` makes them as large as a captured shape.
 
     Attributes:
-        rows: [num_requests] int64, permanent rows in batch order; `counts` [num_requests] int64, tokens of each.
-        table_rows: [num_requests] int64, whose block tables are read; padded to the shape's requests, as are `starts`
-            [num_requests + 1] int64, where each one's tokens begin, and `seq_lens` [num_requests] int64.
-        state_slots: [num_requests] int64, where state layers keep each one's state.
-        encoder_lens: [num_requests] int64, tokens that an encoder made of each.
-        input_ids, positions: [num_tokens] int64; padded to the shape's tokens, as are `slots` [num_tokens] int64 by
+        rows: [num_requests] int64, permanent rows in batch order. `counts` [num_requests] int64 are the tokens of each.
+        table_rows: [num_requests] int64, the rows whose block tables are read, padded to the shape's requests. `starts`
+            [num_requests + 1] int64, the first token of each, and `seq_lens` [num_requests] int64 are padded too.
+        state_slots: [num_requests] int64, the slot of each request's state in state layers.
+        encoder_lens: [num_requests] int64, tokens of the encoder's output of each.
+        input_ids, positions: [num_tokens] int64, padded to the shape's tokens, as are `slots` [num_tokens] int64 by
             cache group and `lora_slots` [num_tokens] int64, None for a step without adapters.
         single_slot: as in `ModelInputs`.
         logits_indices, logits_rows, draft_nodes: [num_logits] int64, as in `ModelInputs`.
-        num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes; None for no tree.
+        num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes. None for no tree.
         num_decodes: leading requests with one token.
-        prefixes: tokens of the common prefixes to serve apart, by cache group; empty for none.
+        prefixes: tokens of the common prefixes to serve apart, by cache group, empty for none.
         cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
         pending: as in `ModelInputs`.
-        num_tokens: without padding; `batch_tokens` those that attention sees, padded requests' included.
+        num_tokens: without padding. `batch_tokens` are the tokens that attention sees, with those of padded requests.
         max_query_len, max_seq_len: of a request.
-        starts32, seq_lens32: `starts` and `seq_lens` as kernels read them, padded; int32.
+        starts32, seq_lens32: `starts` and `seq_lens` as kernels read them, padded, int32.
     """
 
     rows: Int
@@ -94,8 +94,8 @@ class InputBatchCPU:
     def pad(self, shape: GraphShape, null_row: int) -> InputBatchCPU:
         """Return the same as large as a captured shape.
 
-        A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, the
-        block table of `null_row`, and slots -1.
+        A padded request has as many query tokens as the others, or none in a mixed batch. It has a sequence length of
+        0, the block table of `null_row`, and slots -1.
         """
         changes: dict[str, Any] = {}
         if (padding := shape.num_tokens - self.num_tokens) > 0:

@@ -21,7 +21,7 @@ class ScoredPlaces:
     """The logits rows of a step whose requests want log-probabilities.
 
     Attributes:
-        places: [m] int64; `index` the same on the device.
+        places: [m] int64, with `index` the same on the device.
         tops: [m] int64, how many of the most likely tokens each wants.
     """
 
@@ -31,7 +31,7 @@ class ScoredPlaces:
 
     @classmethod
     def of(cls, num_logprobs: Int, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> ScoredPlaces | None:
-        """From what each logits row asks for, [n], -1 for none."""
+        """Build the places from the number that each logits row wants, [n], -1 for none."""
         places = np.flatnonzero(num_logprobs >= 0)
         return cls(places=places, index=upload(places), tops=num_logprobs[places]) if len(places) else None
 
@@ -44,7 +44,7 @@ class PendingLogprobs:
     packed: Download
 
     def wait(self) -> dict[int, TokenLogprobs]:
-        """Entries by logits row."""
+        """Wait for the log-probabilities and return the entries by logits row."""
         table = LogprobTable.unpack(self.packed.wait())
         tops = self.scored.tops.tolist()
         return {place: table.entry(i, tops[i]) for i, place in enumerate(self.scored.places.tolist())}
@@ -66,7 +66,7 @@ class LogprobTable:
 
     @classmethod
     def unpack(cls, packed: npt.NDArray[np.int32]) -> LogprobTable:
-        """The table that `pack_logprobs` computed, downloaded."""
+        """Unpack the downloaded table that `pack_logprobs` computed."""
         width = packed.shape[1] // 2
         return cls(
             token_ids=packed[:, :width].tolist(),
@@ -75,7 +75,7 @@ class LogprobTable:
         )
 
     def entry(self, index: int, top: int) -> TokenLogprobs:
-        """The chosen token and the `top` most likely ones at one position."""
+        """Return the chosen token and the `top` most likely ones at one position."""
         ids, values = self.token_ids[index], self.values[index]
         entry = {
             token: Logprob(value, rank)
@@ -85,7 +85,7 @@ class LogprobTable:
 
 
 def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, normalise: bool) -> torch.Tensor:
-    """Values of the chosen tokens and the top ones, computed without waiting for the device.
+    """Pack the values of the chosen tokens and the top ones, without waiting for the device.
 
     Args:
         scores: [n, vocab_size] float32 logits.
@@ -95,7 +95,8 @@ def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, norma
 
     Returns:
         [n, 2 k + 3] int32 on the device, for `LogprobTable.unpack`: the chosen token and the top k (k is `top`, or the
-        vocabulary's size if that is less), their values' float32 bits, and the chosen token's rank. One copy brings it.
+        vocabulary's size if that is less), their values' float32 bits, and the chosen token's rank.
+        It is downloaded in one copy.
     """
     values = scores.log_softmax(dim=-1) if normalise else scores
     picked = values.gather(-1, chosen[:, None])
@@ -106,7 +107,7 @@ def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, norma
 
 
 def with_text(entries: Sequence[TokenLogprobs | None], decode: dict[int, str]) -> list[TokenLogprobs | None]:
-    """The entries with each token's text filled in from `decode`."""
+    """Return the entries with each token's text filled in from `decode`."""
     return [
         None
         if entry is None

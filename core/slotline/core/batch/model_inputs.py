@@ -1,4 +1,4 @@
-"""What a forward pass and the sampling behind it read of a step."""
+"""Inputs of a step's forward pass and of its sampling."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False, slots=False)  # without slots, since frozen ones take half as long again to make
 class ModelInputs:
-    """Everything a forward pass reads. What changes it makes another.
+    """All inputs of a forward pass.
 
     Attributes:
         rows: [num_requests] int64, permanent rows in batch order.
         num_scheduled: [num_requests] int64.
-        pending: [num_requests] bool, requests whose drafts are verified by a step in flight: what the host says of
-            their lengths and places is an upper bound; None where all is exact.
-        num_tokens: tokens without padding; `num_padded_tokens` with it.
-        input_ids, positions: [num_padded_tokens] int64 on the device; over several stages on the first one's.
-        logits_indices: [num_logits] int64 on the device, over several stages on the last one's: the last token of each
-            request whose known tokens all are computed by this step, and each of its drafts; other requests are
+        pending: [num_requests] bool, requests whose drafts are verified by a step in flight. Their lengths and places
+            on the host are upper bounds. None if all are exact.
+        num_tokens: tokens without padding. `num_padded_tokens` includes it.
+        input_ids, positions: [num_padded_tokens] int64 on the device, with several stages on that of the first.
+        logits_indices: [num_logits] int64 on the device, with several stages on that of the last: the last token of
+            each request whose known tokens are all computed by this step, and each of its drafts. Other requests are
             mid-prompt and sample nothing. `logits_indices_cpu` is the same on the host.
-        logits_rows: [num_logits] int64, the permanent rows of those.
-        draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
-            draft and so on; None where nothing is drafted.
-        draft_nodes: [num_logits] int64, 0 for the known tokens' last, then 1 + the node of the tree that each stands
-            behind; the same as `draft_positions` for a chain.
+        logits_rows: [num_logits] int64, the permanent rows of the logits.
+        draft_positions: [num_logits] int64, drafts that each assumes: 0 for the last known token, 1 for the first draft
+            and so on. None without drafts.
+        draft_nodes: [num_logits] int64, 0 for the last known token, then 1 + the node of the tree that each follows.
+            For a chain it equals `draft_positions`.
         tree: the form of the drafts, None for chains.
-        drafts: [num_logits] int64, the draft that each judges, -1 behind a request's last; None as before.
-        rejections: which of them rejection sampling decides; None for none.
-        query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included;
-            `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
-        batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads; then
-            what layers without a cache see, where the model has such.
-        wanted: the `logits_indices` by request, where the model may leave out other tokens at its end; else None.
-        states: what state layers see, where the model has any.
-        shape: the captured shape that they are padded to, None to run eagerly.
-        stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
-            sampled where the next step is prepared before they are known; else None.
+        drafts: [num_logits] int64, the draft that each verifies, -1 after a request's last draft. None without drafts.
+        rejections: the drafts that rejection sampling decides. None for none.
+        query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included.
+            `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 are on the host.
+        batches: the attention inputs, by cache group. Then for each later stage those of the cache groups it reads.
+            Then those of layers without a cache, if the model has any.
+        wanted: the `logits_indices` by request if the model may leave out other tokens in its last layers, else None.
+        states: the inputs of state layers, if the model has any.
+        shape: the captured shape that the inputs are padded to, None to run eagerly.
+        stand_ins: [num_logits] int64 on the device of `input_ids`, placeholder ids for tokens not sampled yet (async
+            scheduling only), else None.
         sampling: the sampling parameters of the logits' rows.
-        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`; None where all
-            rows are greedy.
-        scored: which of the logits' rows want log-probabilities; None for none.
-        embeds: embeddings of inputs besides text among the tokens; never with a shape.
-        following: those among the tokens that follow each, where a drafter looks at these.
-        encoder_states: [n, hidden_size], what cross-attention makes the keys of that it stores in this step; None for
+        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`. None if all rows
+            are greedy.
+        scored: the logits' rows that want log-probabilities. None for none.
+        embeds: embeddings of inputs besides text among the tokens, never with a shape.
+        following: embeddings among the tokens that follow each token, if a drafter reads them.
+        encoder_states: [n, hidden_size], the encoder outputs whose keys cross-attention stores in this step. None for
             none.
-        lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none; None where
-            the step runs without adapters.
-        single_slot: the slot of all tokens that have one, where the step is run for one adapter; else None.
+        lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none. None if the
+            step runs without adapters.
+        single_slot: the slot of all tokens that have one if the step runs for one adapter, else None.
     """
 
     rows: Int
@@ -104,11 +104,11 @@ class ModelInputs:
 
     @property
     def all_sample(self) -> bool:
-        """Whether every token is one of `logits_indices`: the first ones of the padded tokens, in order."""
+        """True if the tokens are exactly `logits_indices`: the first ones of the padded tokens, in order."""
         return len(self.logits_rows) == self.num_tokens
 
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:
-    """Query lengths of a made-up batch: as even as can be; they sum to `num_tokens`."""
+    """Return query lengths of a made-up batch, as even as possible, with the sum `num_tokens`."""
     each, rest = divmod(num_tokens, num_requests)
     return [each] * (num_requests - rest) + [each + 1] * rest

@@ -6,6 +6,9 @@ from bisect import bisect_left
 
 
 def padded_size(num_tokens: int, graph_sizes: tuple[int, ...]) -> int:
-    """The smallest captured size that holds `num_tokens`; the exact number beyond the largest or without graphs."""
+    """Return the smallest captured size that holds `num_tokens`.
+
+    It is the exact number beyond the largest size or without graphs.
+    """
     index = bisect_left(graph_sizes, num_tokens)
     return graph_sizes[index] if index < len(graph_sizes) else num_tokens

@@ -1,12 +1,12 @@
 """Sampled tokens that the host does not know yet, on the device where the next step needs them.
 
-Under asynchronous scheduling a step is prepared while the one before still runs. Its input tokens are then stand-ins,
-numbers from `vocab_size` on, and a table on the device turns every id into a token: an ordinary one into itself, a
-stand-in into the token that the row sampled last, or into one of the drafts behind it. One lookup, the same in every
-step, so that graphs can hold it.
+Under asynchronous scheduling a step is prepared while the previous step still runs. Its input tokens are then
+stand-ins, numbers from `vocab_size` on, and a table on the device turns every id into a token: an ordinary one into
+itself, a stand-in into the token that the row sampled last, or into one of the drafts after it. One lookup, the same in
+every step, so that graphs can hold it.
 
-Beside drafts the host does not know either how many tokens the row got. It counts all that are possible, and the device
-keeps how many of these are missing.
+With drafts the host does not know either how many tokens the row got. It counts the possible ones, and the device keeps
+the number of those that are missing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Int = npt.NDArray[np.int64]
 
 
 class PlaceholderTokens:
-    """The table.
+    """Table from ids and placeholder ids to tokens.
 
     Attributes:
         ops: operations of the device that the table lies on.
         tokens: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device, the token that each id means.
-        max_drafts: most drafts of a row; 0 where nothing is drafted.
-        fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that did not stand; 0 behind the
-            last row, for rows whose tokens are known.
+        max_drafts: most drafts of a row, 0 without drafts.
+        fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that were rejected. The last
+            entry is 0, for rows whose tokens are known.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class PlaceholderTokens:
         self.tokens[vocab_size:] = 0  # rows that never sampled: a valid token all the same
 
     def stand_ins(self, rows: Int) -> Int:
-        """What stands for the next tokens of `rows` [n] until they are known; that of draft j is j + 1 more."""
+        """Return the placeholder ids of the next tokens of `rows` [n]. That of draft j is j + 1 more."""
         return rows * (1 + self.max_drafts) + self._vocab_size
 
     def resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens [num_tokens] int64 that ids and stand-ins [num_tokens] mean."""
+        """Return the tokens [num_tokens] int64 of ids and placeholder ids [num_tokens]."""
         return self.tokens[input_ids]
 
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on whatever device."""
+        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on any device."""
         self.tokens.scatter_(0, stand_ins, tokens.to(self.tokens.device, non_blocking=True))
 
     def record_drafts(self, stand_ins: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Keep the drafts [n, max_drafts] int64 behind the tokens of `stand_ins` [n] int64."""
+        """Keep the drafts [n, max_drafts] int64 that follow the tokens of `stand_ins` [n] int64."""
         places = torch.arange(1, 1 + self.max_drafts, device=stand_ins.device)
         self.tokens[stand_ins[:, None] + places] = drafts

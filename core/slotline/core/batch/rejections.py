@@ -16,7 +16,7 @@ from slotline.core.batch.sampling_metadata import SamplingMetadata, uniforms
 Int = npt.NDArray[np.int64]
 Upload = Callable[[npt.NDArray[Any]], torch.Tensor]
 _ACCEPT = np.uint64(0x9E6C63D0876A9A4F)
-"""Sets the numbers that accept apart from those that draw."""
+"""Separates the numbers that accept drafts from those that draw tokens."""
 _PLACE = np.dtype(
     [
         ("place", np.int64),  # among the logits rows
@@ -36,7 +36,7 @@ class Rejections:
     """The places of a step that rejection sampling decides: drafts of sampled requests whose distribution is known.
 
     Attributes:
-        packed: [m, 6] int64 on the device, see `_PLACE`; one array, so that it travels in the step's one copy.
+        packed: [m, 6] int64 on the device, see `_PLACE`. A single array is uploaded with the step's one copy.
     """
 
     packed: torch.Tensor
@@ -45,7 +45,9 @@ class Rejections:
     def gather(
         cls, rows: RequestTable, batch: SamplingMetadata, draft_positions: Int, drafts: Int, upload: Upload
     ) -> Rejections | None:
-        """Those among the logits rows of `batch`; None for none. Host work, before the forward pass.
+        """Gather the places among the logits rows of `batch`. Return None for none.
+
+        This is host work before the forward pass.
 
         Args:
             draft_positions, drafts: [n], as in `ModelInputs`.
@@ -63,7 +65,7 @@ class Rejections:
 
 
 def drafted(rows: RequestTable, logits_rows: Int, draft_positions: Int) -> Int:
-    """The draft at the place of each logits row, [n]; -1 behind the last one of a request."""
+    """Return the draft at the place of each logits row, [n], -1 after the last draft of a request."""
     last = np.append(draft_positions[1:] == 0, True)
     places = np.minimum(rows.num_tokens[logits_rows] + draft_positions, rows.max_model_len - 1)
     return np.where(last, -1, rows.token_ids[logits_rows, places])

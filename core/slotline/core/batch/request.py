@@ -1,4 +1,4 @@
-"""A request as the engine knows it. Its numbers live in `RequestTable`; this object holds the rest."""
+"""A request as the engine knows it. Its numbers are in `RequestTable`. This object holds the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """State of a request in its life cycle."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,20 +37,20 @@ class Request:
 
     Attributes:
         request_id: unique among the unfinished.
-        prompt_token_ids: at least one token; `token_array` [n] int64 holds the same.
+        prompt_token_ids: at least one token. `token_array` [n] int64 holds the same.
         params: sampling parameters.
         pooling_params: for a pooling request, which samples nothing: its parameters, as the model adjusted them.
         pools_whole_prompt: whether its answer needs the hidden states of every position.
         prompt: text of the prompt, if it came as text.
         priority: lower runs first under the priority policy.
         cache_salt: requests share cached prefixes only with equal salts.
-        lora_request: its adapter; `adapter_key` tells that one's keys and values from others'.
+        lora_request: its adapter. `adapter_key` separates its cached keys and values from those of other adapters.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
         companion: a request of another prompt that gets the same output tokens, for a logits processor that reads its
-            logits; its `leader` is the request that it belongs to. The two sample in the same steps.
+            logits. Its `leader` is the request that it belongs to. The two sample in the same steps.
         row: permanent row from admission until the request leaves, else -1.
-        joined: whether plugins are prepared for it; it joins once, however often it is preempted.
+        joined: whether plugins are prepared for it. It joins once, even if it is preempted several times.
         loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.
         block_hashes: chained hashes of its full blocks so far.
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether every position of the prompt must be computed, so that no cached prefix is taken."""
+        """True if every position of the prompt must be computed, so that no cached prefix is taken."""
         return self.params.prompt_logprobs is not None or self.pools_whole_prompt
 
     @property
@@ -113,5 +113,5 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether no more tokens will come."""
+        """True if no more tokens will come."""
         return self.status is Status.FINISHED

@@ -1,8 +1,8 @@
 """Permanent rows: the numbers of all admitted requests, as arrays.
 
 A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never
-moved; each step gathers what it needs from them. That makes the host work of a step a handful of array operations,
-whatever the number of requests.
+moved. Each step gathers its data from them. That makes the host work of a step a handful of array operations for any
+number of requests.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ class RequestTable:
     """Struct of arrays, indexed by row.
 
     Attributes:
-        token_ids: [max_requests, max_model_len] int32, prompt and output tokens; `shown_token_ids` the same memory for
-            plugins, which cannot be written to.
-        num_tokens: known tokens, prompt and sampled, and as many more as a step in flight may give: one, and one for
-            each draft that it verifies.
-        num_pending: how many those are; the last one's place, and those of the drafts behind it, hold stand-ins until
-            the step is handed out.
-        num_fallen: of the row's last step that was handed out, the drafts that did not stand.
-        generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
-            the results of a step in flight can be told from those of a later request in the same row.
-        num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
-        num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
-        draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
-        num_guesses: of the drafts, those that a drafter proposed; what is behind them fills a captured batch.
+        token_ids: [max_requests, max_model_len] int32, prompt and output tokens. `shown_token_ids` is a read-only view
+            of the same memory for plugins.
+        num_tokens: known tokens, prompt and sampled, and the most that a step in flight may give: one, and one for each
+            draft that it verifies.
+        num_pending: the number of tokens of the step in flight. The places of the last one and of the drafts after it
+            hold placeholder ids until the step is handed out.
+        num_fallen: the rejected drafts of the row's last step that was handed out.
+        generation: counts the times that the row's computed tokens were given up, by preemption or for good. It
+            separates the results of a step in flight from those of a later request in the same row.
+        num_accepted: of the row's last step, the tokens up to the last accepted draft, or 1 if no draft was verified.
+        num_drafts: draft tokens. They follow the known tokens in `token_ids` until a step has verified them.
+        draft_entry: of the row in the drafter's last proposal, -1 if that came without distributions.
+        num_guesses: of the drafts, those that a drafter proposed. Further drafts only fill a captured batch.
         forced: whether a grammar forces the drafts, so that they say nothing of the drafter.
-        tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
-        num_prompt_tokens: of those, the prompt's.
+        tree: the form of all drafts if they are no chain. They are then in the order of its nodes.
+        num_prompt_tokens: tokens of the prompt.
         num_computed_tokens: tokens whose keys and values are in the cache.
-        encoder_len: tokens of the encoder that cross-attention reads; 0 for none.
-        next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
+        encoder_len: tokens of the encoder that cross-attention reads, 0 for none.
+        next_feature: first token of the first input besides text whose span is not computed yet, NO_LIMIT for none.
         length_limit: number of tokens at which the request stops for length.
         min_length: number of tokens below which no stop token counts.
-        temperature, top_p, log_floor: float32, as in `SamplingMetadata`; `top_k`: int64, 0 for all.
+        temperature, top_p, log_floor: float32, as in `SamplingMetadata`. `top_k`: int64, 0 for all.
         seed: uint64, one per request.
         num_logprobs, num_prompt_logprobs: -1 for none.
-        partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
-        follows: bool, the companion of another request, which gets that one's tokens.
+        partner: of a row whose request is one of a pair, the partner's row, or `ABSENT` while that has none. Else -1.
+        follows: bool, the row's request is the companion of another, and gets its tokens.
         paired: whether any row's request is one of a pair.
         lora_slot: slot of the request's adapter, -1 for none.
-        stop_token_ids: [max_requests, width] int32, filled up with -1; as wide as the longest list so far.
-        ignore_eos, streams: flags; `streams` rows are detokenised in every step.
+        stop_token_ids: [max_requests, width] int32, filled up with -1, as wide as the longest list so far.
+        ignore_eos, streams: flags. `streams` rows are detokenised in every step.
         requests: the request of each row, or None.
     """
 
@@ -113,7 +113,7 @@ class RequestTable:
         return row
 
     def release(self, request: Request) -> None:
-        """Take the row back; its numbers are stale from now on.
+        """Take the row back. Its numbers are stale from now on.
 
         Raises:
             IntegrityError: if the request does not hold the row.
@@ -133,28 +133,28 @@ class RequestTable:
         heapq.heappush(self._free, row)
 
     def draft(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
-        """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        """Put drafts after the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
         self.num_drafts[rows] = self.num_guesses[rows] = counts
         self.forced[rows] = forced
         self.write_drafts(rows, token_ids, np.arange(token_ids.shape[1]) < counts[:, None])
 
     def write_drafts(self, rows: Int, token_ids: Int, taken: npt.NDArray[np.bool_]) -> None:
-        """Write those of `token_ids` [n, k] that are `taken` [n, k] behind the known tokens of `rows`."""
+        """Write the `taken` [n, k] ones of `token_ids` [n, k] after the known tokens of `rows`."""
         which, places = taken.nonzero()
         self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
     def give_up(self, row: int) -> None:
-        """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
+        """Forget the computed tokens of the row, its drafts, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
         self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.num_accepted[row] = 1
         self.generation[row] += 1
 
     def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
-        """Count the tokens that a step in flight gives each of `rows`, which are distinct, at most.
+        """Count the most tokens that a step in flight can give each of `rows`, which are distinct.
 
         Args:
-            stand_ins: [n] of the newest tokens; that of draft j behind one is j + 1 more.
+            stand_ins: [n] placeholder ids of the newest tokens. That of draft j after a token is j + 1 more.
             verified: [n] drafts that the step verifies.
         """
         self.num_pending[rows] = 1 + verified
@@ -172,7 +172,7 @@ class RequestTable:
             request.row = -1
 
     def restore(self, num_known: Int) -> None:
-        """Bring all rows back to what their requests know: `num_known` [max_requests] tokens, nothing computed."""
+        """Reset all rows to the tokens that their requests know: `num_known` [max_requests], none computed."""
         for row, request in enumerate(self.requests):
             if request is not None and request.row != row:
                 self.requests[row] = None
@@ -191,12 +191,12 @@ class RequestTable:
             self._pair(row, self.request(row))
 
     def num_known(self, rows: Int) -> Int:
-        """Tokens [n] of `rows` whose ids are on the host."""
+        """Return the number of tokens [n] of `rows` whose ids are on the host."""
         known: Int = self.num_tokens[rows] - self.num_pending[rows]
         return known
 
     def score_prompts(self, rows: Int) -> bool:
-        """Whether one of `rows` wants log-probabilities of its prompt, so that all of its tokens are scored."""
+        """Return whether one of `rows` wants log-probabilities of its prompt, so that all of its tokens are scored."""
         return bool((self.num_prompt_logprobs[rows] >= 0).any())
 
     def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
@@ -213,13 +213,13 @@ class RequestTable:
         self.next_feature[row] = next(left, NO_LIMIT)
 
     def output_token_ids(self, row: int) -> list[int]:
-        """The tokens sampled so far."""
+        """Return the tokens sampled so far."""
         end = self.num_tokens[row] - self.num_pending[row]
         tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : end].tolist()
         return tokens
 
     def request(self, row: int) -> Request:
-        """The request that holds `row`."""
+        """Return the request that holds `row`."""
         request = self.requests[row]
         if request is None:
             raise IntegrityError(f"row {row} is free but was scheduled")

@@ -24,7 +24,7 @@ class SamplingMetadata:
         rows: [n] int64, permanent rows.
         positions: [n] int64, position that the sampled token will have.
         temperature, top_p: [n] float32; top_k: [n] int64, 0 for all.
-        log_floor: [n] float32, the least log-probability of a kept token less that of the most likely one; 0 or below,
+        log_floor: [n] float32, the least log-probability of a kept token minus that of the most likely one, at most 0,
             minus infinity for all.
         seed: [n] uint64.
         all_greedy: whether every row takes the most likely token.
@@ -45,7 +45,7 @@ class SamplingMetadata:
 
     @classmethod
     def gather(cls, rows: RequestTable, which: Int, draft_positions: Int | None = None) -> SamplingMetadata:
-        """The parameters of the permanent rows `which`, each after as many drafts as `draft_positions` says."""
+        """Gather the parameters of the permanent rows `which`, each after the drafts in `draft_positions`."""
         known = rows.num_tokens[which]
         return cls(
             rows=which,
@@ -58,10 +58,10 @@ class SamplingMetadata:
         )
 
     def packed(self) -> npt.NDArray[np.int32]:
-        """What the device needs, [n, PACKED_WIDTH] int32, to be sent in one copy and read by `PackedParameters`.
+        """Pack the parameters into [n, PACKED_WIDTH] int32, sent in one copy and read by `PackedParameters`.
 
-        Greedy rows have temperature 1 and a flag. The counter that the row's random number is made of goes along; it
-        grows by `STRIDE` for each token.
+        Greedy rows have temperature 1 and a flag. The counter of the row's random number is included. It grows by
+        `STRIDE` for each token.
         """
         out = np.zeros(len(self.rows), PACKED)
         greedy = self.temperature == 0
@@ -75,7 +75,7 @@ class SamplingMetadata:
 
 
 def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per row from seed and position: SplitMix64."""
+    """Return a number in [0, 1) per row from seed and position, by SplitMix64."""
     z = _counters(seed, position)
     for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
         z = z ^ (z >> np.uint64(shift))
@@ -85,6 +85,6 @@ def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.floa
 
 
 def _counters(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.uint64]:
-    """SplitMix64's counters; modulo 2**64."""
+    """Return SplitMix64's counters, modulo 2**64."""
     counters: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
     return counters

@@ -1,4 +1,4 @@
-"""What one step computes."""
+"""The data of one scheduled step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False)
 class SchedulerOutput:
-    """What one step computes.
+    """Rows and tokens that one step computes.
 
     Attributes:
-        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first, those with the
-            most computed tokens at the front.
+        rows: [num_requests] int64, permanent rows in batch order. Single-token requests come first, in descending order
+            of computed tokens.
         num_scheduled: [num_requests] int64, tokens of each, at least 1.
         num_computed: [num_requests] int64, tokens of each that were computed before.
         num_tokens: sum of `num_scheduled`, drafts included.
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
-        failed: requests that could not be scheduled, and why; they hold what they held before.
+        failed: requests that could not be scheduled, with the reason. They keep the resources that they held before.
         encode: items to encode before the step's forward.
-        dropped: hashes of items whose embeddings are let go before that.
+        dropped: hashes of items whose embeddings are freed before that.
         features: items with embeddings among the step's tokens, each with its row.
         same_batch: whether it computes the next token of each request of the step scheduled before, in the same order,
             and nothing else.
@@ -48,7 +48,7 @@ class SchedulerOutput:
     same_batch: bool = False
 
     def without(self, rows: Sequence[int] | Int) -> SchedulerOutput:
-        """The same step without some of its rows."""
+        """Return the same step without some of its rows."""
         if len(rows) == 0:
             return self
         kept = ~np.isin(self.rows, rows)

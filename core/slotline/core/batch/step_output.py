@@ -1,4 +1,4 @@
-"""What a step hands from one part to the next."""
+"""Data that the parts of a step hand to each other."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False)
 class ForwardOutput:
-    """A forward pass that the device may still be running.
+    """Forward pass that the device may still be running.
 
     Attributes:
-        inputs: what it reads.
+        inputs: of the forward pass.
         attend: as planned for it.
-        hidden: [num_padded_tokens, hidden_size], or of the wanted tokens alone.
-        logits: of the same tokens, where a graph holds them.
+        hidden: [num_padded_tokens, hidden_size], or only of the wanted tokens.
+        logits: of the same tokens, if a graph computes them.
         layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
-        whole: whether hidden states of all tokens are wanted, as where a prompt's tokens are scored.
-        masks: of structured output, where they are being made meanwhile.
+        whole: whether hidden states of all tokens are wanted, for instance to score a prompt's tokens.
+        masks: of structured output, if they are made meanwhile.
     """
 
     inputs: ModelInputs
@@ -47,19 +47,20 @@ class ForwardOutput:
 
 @frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class PendingSample:
-    """Tokens that the device may still be sampling; nothing here is read or waited for on the host yet.
+    """Tokens that the device may still be sampling. The host has not read or waited for any of them.
 
     Attributes:
-        batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
-        drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
-        tree, draft_nodes: as in `ModelInputs`; then `drafts` are those of the nodes.
-        tokens: [n] int64 on their way to the host; `sampled` the same on the device, negative as in `Processed.mark`.
-        guesses: [n] int64, how many drafts of each row its drafter proposed.
-        states: of the logits rows, where a drafter reads any; `computed` those of all tokens, where it reads these.
-        num_nans: [n] int64 on their way to the host, where they are counted.
-        logprobs: on their way to the host, where asked for.
+        batch: of the logits rows, with their `draft_positions` [n], None without drafts.
+        drafts: [n] int64, the draft at each place, -1 after a request's last draft. None without drafts.
+        tree, draft_nodes: as in `ModelInputs`. With a tree `drafts` are those of the nodes.
+        tokens: [n] int64 on their way to the host. `sampled` are the same on the device, with the negative marks of
+            `Processed.mark`.
+        guesses: [n] int64, the number of drafts of each row that its drafter proposed.
+        states: of the logits rows, if a drafter reads any. `computed` are those of all tokens, if it reads them.
+        num_nans: [n] int64 on their way to the host, if they are counted.
+        logprobs: on their way to the host, if requested.
         prompt_logprobs: as in `StepOutput`.
-        errors: by place, why those logits could not be processed.
+        errors: by place, the reason for logits that could not be processed.
     """
 
     batch: SamplingMetadata
@@ -88,17 +89,17 @@ class PendingPooling:
 
     Attributes:
         rows: [n] int64, permanent rows.
-        vectors: [n, size] float32; None where no prompt is complete.
+        vectors: [n, size] float32. None if no prompt is complete.
     """
 
     rows: Int
     vectors: Download | None
 
     def wait(self, *, count_nans: bool, nan_cause: Callable[[], str]) -> StepOutput:
-        """The step's output, once they have arrived.
+        """Wait for the answers and return the step's output.
 
         Args:
-            nan_cause: says who may have made the NaN in an answer, which is none.
+            nan_cause: returns the possible cause of NaN in an answer. An answer with NaN is invalid.
         """
         if self.vectors is None:
             return StepOutput()
@@ -118,21 +119,21 @@ class PendingPooling:
 
 @frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class StepOutput:
-    """What a step gave.
+    """Results of a step.
 
     Attributes:
-        rows: [n] int64, permanent rows that got a token; once for each token, a row's tokens in order.
+        rows: [n] int64, permanent rows that got a token, once for each token, a row's tokens in order.
         token_ids: [n] int32.
-        draft_positions: [n] int64, which of its row's tokens in this step each is; None where nothing was drafted.
+        draft_positions: [n] int64, the number of each token among its row's tokens in this step. None without drafts.
         num_kept: [n] int64, drafts up to each token whose keys and values count as computed: all of a chain.
-        hidden_states: of each distinct row's last accepted position, where a drafter reads any; `computed` those of all
-            tokens, where it reads these.
-        logprobs: by row, an entry for each token, where asked for.
+        hidden_states: of each distinct row's last accepted position, if a drafter reads any. `computed` are those of
+            all tokens, if it reads them.
+        logprobs: by row, an entry for each token, if requested.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
         pooled: by row, the answers [size] float32 of pooling requests, which get no token.
-        failed: by row, why it gets no further token: its request ends with an error.
-        spoiled: those of them whose logits were NaN, so that what they stored is of no use to others.
+        failed: by row, the reason why it gets no further token. Its request ends with an error.
+        spoiled: the failed rows whose logits were NaN. Their stored blocks are of no use to others.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
@@ -149,7 +150,7 @@ class StepOutput:
     spoiled: frozenset[int] = frozenset()
 
     def without(self, rows: Int) -> StepOutput:
-        """The same results without those of some rows."""
+        """Return the same results without those of some rows."""
         if len(rows) == 0:
             return self
         kept = ~np.isin(self.rows, rows)
@@ -169,7 +170,7 @@ class StepOutput:
         )
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
-        """Distinct rows and a token of each: first the first tokens of all, then the second ones, and so on."""
+        """Yield distinct rows with a token of each: the first tokens of all, then the second ones, and so on."""
         if self.draft_positions is None:
             yield self.rows, self.token_ids
             return

@@ -1,4 +1,4 @@
-"""The drafter, and what it is handed of the model that it drafts for."""
+"""Construction of the drafter, with the parts of the served model that it uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slotline.registry.loading import bind_contract
 
 
 def _load_draft_model(planned: Planned, path: Path) -> Model:
-    """A whole model for a drafter, on the device, whose attention layers come behind the served model's."""
+    """Load a whole draft model on the device, with its attention layers numbered after those of the served model."""
     config = planned.loaded.config
     descriptor, family = family_for(planned.registry, path, "drafter.path")
     facts = family.inspect(path)
@@ -42,7 +42,7 @@ def _load_draft_model(planned: Planned, path: Path) -> Model:
 
 
 def build_drafting(planned: Planned, rows: RequestTable, model: Model) -> DraftRunner | None:
-    """The drafter that the plan names, for so many rows; None where there is none."""
+    """Build the planned drafter for the rows of the request table. Return None if the plan has no drafter."""
     descriptor, facts = planned.drafter, planned.facts
     if descriptor is None:
         return None
@@ -83,7 +83,7 @@ def build_drafting(planned: Planned, rows: RequestTable, model: Model) -> DraftR
 
 
 def _draft_control(planned: Planned, rows: RequestTable) -> DraftLengthController | None:
-    """What chooses draft lengths, where the plan says so."""
+    """Build the controller of draft lengths if the plan adapts them, else None."""
     if not planned.adaptive:
         return None
     num_tokens = planned.loaded.config.drafter.tokens
@@ -91,5 +91,5 @@ def _draft_control(planned: Planned, rows: RequestTable) -> DraftLengthControlle
 
 
 def _captures_verification(planned: Planned) -> bool:
-    """Whether there are graphs of batches in which all requests have as many drafts."""
+    """Return whether graphs are captured for batches in which all requests have the same number of drafts."""
     return dict(planned.plan.graphs.phases).get("verify", "none") != "none"

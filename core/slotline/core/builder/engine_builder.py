@@ -1,4 +1,4 @@
-"""From a plan to an engine: every factory is called here, once, with exactly what was negotiated for it."""
+"""From a plan to an engine: every factory is called here once, with its negotiated context."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def build_engine(loaded: LoadedConfig) -> Engine:
 
 @define(eq=False)
 class EngineBuilder:
-    """Builds the parts of an engine in order; each method makes one part.
+    """Builds the parts of an engine in order. Each method makes one part.
 
     Attributes:
-        planned: what to build.
+        planned: the plan with its descriptors and facts.
         startup: times the phases.
     """
 
@@ -105,12 +105,12 @@ class EngineBuilder:
 
     @property
     def plugins(self) -> BuiltPlugins:
-        """What factories made so far."""
+        """The objects that factories made so far."""
         return self.planned.registry.built
 
     @names_plugins
     def build(self, model: Model | None = None) -> Engine:
-        """All parts, and the engine around them.
+        """Build all parts and the engine that holds them.
 
         Args:
             model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
@@ -204,7 +204,7 @@ class EngineBuilder:
 
     @names_plugins
     def load_model(self) -> Model:
-        """The weights, on the device."""
+        """Load the weights onto the device."""
         planned, config = self.planned, self.planned.loaded.config
         context = ModelContext(
             contract=bind_contract(planned.family_descriptor),
@@ -278,7 +278,7 @@ class EngineBuilder:
         )
         runner = ModelRunner(
             model,
-            # the null block alone, for profiling
+            # only the null block, for profiling
             self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
             rows,
             pipeline,
@@ -304,7 +304,7 @@ class EngineBuilder:
         return gatherer, runner
 
     def _overlap(self, rows: RequestTable, runner: ModelRunner) -> AsyncSpecDecode | None:
-        """What lets steps overlap beside the drafter, where the plan says that they do."""
+        """Build asynchronous speculative decoding if the plan has a drafter and placeholder tokens, else None."""
         if runner.drafting is None or runner.last_tokens is None:
             return None
         return AsyncSpecDecode(
@@ -318,7 +318,7 @@ class EngineBuilder:
         )
 
     def _pooling(self, model: Model, rows: RequestTable, staging: TransferBuffer) -> Pooling | None:
-        """What makes answers of hidden states, where the task is a pooling one."""
+        """Build the pooling of hidden states if the task is a pooling task, else None."""
         task, hidden_size = self.planned.task, self.planned.facts.hidden_size
         if task == "generate":
             return None
@@ -332,7 +332,7 @@ class EngineBuilder:
         return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
     def _encoding(self, model: Model) -> EncoderRunner | None:
-        """What inputs besides text need, where the model takes any."""
+        """Build the encoder runner if the model takes other inputs than text, else None."""
         if not self.planned.facts.modalities:
             return None
         config = self.planned.loaded.config
@@ -340,7 +340,7 @@ class EngineBuilder:
             model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
             self.planned.facts,
             config.multimodal,
-            device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
+            device=self.planned.stages.stages[0].device,  # the device of the token embeddings
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=self.planned.chunked_prefill,
         )

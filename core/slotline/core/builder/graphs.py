@@ -1,4 +1,4 @@
-"""The captured graphs of an engine that stands."""
+"""Captured graphs of a built engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 
 def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
-    """What captures and replays graphs, where the plan has any; nothing is captured yet."""
+    """Build the graph runner if the plan captures graphs, else None. It captures nothing yet."""
     plan, config = planned.plan, planned.loaded.config
     if not plan.graphs.any_captured:
         return None
@@ -50,7 +50,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
 
 
 def _captured_adapters(planned: Planned, query_len: int) -> tuple[AdapterUse, ...]:
-    """For which uses of adapters batches of a query length are captured."""
+    """Return the uses of adapters for which batches of a query length are captured."""
     descriptor, possible = planned.lora, uses(planned)
     if descriptor is None or possible == (AdapterUse.NONE,):
         return (AdapterUse.NONE,)

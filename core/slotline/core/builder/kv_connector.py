@@ -18,7 +18,7 @@ from slotline.registry.loading import bind_contract
 def build_transfers(
     planned: Planned, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
 ) -> Transfers | None:
-    """The connector with the caches registered; None where none is named.
+    """Build the connector and register the caches with it. Return None if the configuration names none.
 
     Args:
         pages: memory of each layer that owns a cache, by its index.
@@ -58,5 +58,8 @@ def build_transfers(
 
 
 def _blocks(pages: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's memory by block, [num_blocks, ratio, bytes]; it comes flat, or with a row for each kernel block."""
+    """Return a layer's memory by block, [num_blocks, ratio, bytes].
+
+    The memory comes flat, or with a row for each kernel block.
+    """
     return pages.view(num_blocks, 1, -1) if pages.dim() == 1 else pages.unflatten(0, (num_blocks, -1))

@@ -50,10 +50,10 @@ logger = logging.getLogger("slotline")
 
 @define
 class LayerGroupBuilder:
-    """Builds what serves the groups of a plan; each method makes one part.
+    """Builds the parts that serve the groups of a plan. Each method makes one part.
 
     Attributes:
-        planned: what to build.
+        planned: the plan with its descriptors and facts.
         held_states: the cache specs of the model's states.
     """
 
@@ -67,7 +67,7 @@ class LayerGroupBuilder:
         return builder.build(planned.plan)
 
     def specs(self) -> list[KVSpec]:
-        """The cache spec of each cache group."""
+        """Return the cache spec of each cache group."""
         return [self._spec(group, group.block_size) for group in self.planned.plan.cache_groups]
 
     def _spec(self, group: CacheGroupPlan, block_size: int) -> KVSpec:
@@ -80,12 +80,12 @@ class LayerGroupBuilder:
             planned.max_model_len,
             planned.facts.max_encoder_len,
         )
-        # Blocks are given back when a step's results are handed out; another may have been prepared by then.
+        # Blocks are freed when a step's results are processed. Another step may have been prepared by then.
         ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
         return builder.build(group, block_size=block_size, max_tokens_in_flight=ahead)
 
     def cache_groups(self, specs: list[KVSpec], rows: RequestTable) -> list[CacheGroup]:
-        """The block tables of each cache group."""
+        """Build the block tables of each cache group."""
         return [
             CacheGroup(
                 index,
@@ -103,7 +103,7 @@ class LayerGroupBuilder:
         ]
 
     def kv_scales(self) -> KVScaleTable | None:
-        """The scales of an eight-bit cache; None where all are 1."""
+        """Build the scales of an eight-bit cache. Return None if all are 1."""
         planned = self.planned
         source = {group.kv_scales for group in planned.plan.groups}
         if not source & {"checkpoint", "calculate"}:
@@ -117,7 +117,7 @@ class LayerGroupBuilder:
         )
 
     def cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
-        """Who is asked whether a common prefix pays."""
+        """Build the cascade, which asks the backends whether a common prefix pays."""
         found: list[CascadeGroup | None] = []
         read = batches_of(self.planned.plan, self.planned.stages)
         for index, cache in enumerate(groups):
@@ -127,7 +127,7 @@ class LayerGroupBuilder:
         return Cascade(found)
 
     def attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
-        """A built backend for each attention group of the plan; for each stage where several have layers of one."""
+        """Build a backend for each attention group of the plan, one for each stage that has layers of the group."""
         return [
             self._attention_group(group, stage, layers, scales)
             for group in self.planned.plan.groups
@@ -180,7 +180,10 @@ class LayerGroupBuilder:
     def _context_shards(
         self, group: GroupPlan, descriptor: Descriptor[Any], context: AttentionContext
     ) -> ContextShards:
-        """A backend for each shard, where tokens are requests, and one for a step's own keys with a cache for these."""
+        """Build a backend for each shard, and another for a step's own keys with a cache for them.
+
+        The backends of the shards take each token as a request.
+        """
         scheduler, devices = self.planned.loaded.config.scheduler, self.planned.shards.devices
         size = group.kernel_block_size
         most = max(scheduler.max_batched_tokens, scheduler.max_requests)
@@ -220,11 +223,11 @@ class LayerGroupBuilder:
         pages: Mapping[int, torch.Tensor] | None = None,
         checks: OutputChecks | None = None,
     ) -> AttentionDispatcher:
-        """Bind each layer to its own cache; layers that share one are bound to the same memory.
+        """Bind each layer to its own cache. Layers that share a cache are bound to the same memory.
 
         Args:
-            pages: the caches' memory; new where not given.
-            checks: of what backends give in eager steps.
+            pages: the caches' memory. New memory is allocated if it is not given.
+            checks: of the outputs of backends in eager steps.
         """
         if self.planned.shards.divided:
             caches = self._sharded(attention, num_blocks)
@@ -252,7 +255,7 @@ class LayerGroupBuilder:
         return caches
 
     def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
-        """With those of layers that own none."""
+        """Add the caches of layers that own none."""
         for layer in self.planned.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
@@ -261,7 +264,7 @@ class LayerGroupBuilder:
         return caches
 
     def _sharded(self, attention: list[AttentionGroup], num_blocks: int) -> dict[int, KVCache]:
-        """Allocate each shard's part of the caches and hand it to the groups; the first shard's."""
+        """Allocate each shard's part of the caches and hand it to the groups. Return the first shard's caches."""
         plan, devices = self.planned.plan, self.planned.shards.devices
         (group,) = plan.cache_groups
         specs = [self._spec(group, group.block_size // len(devices))]
@@ -293,10 +296,10 @@ class LayerGroupBuilder:
             )
 
     def states(self) -> StateDispatcher | None:
-        """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
+        """Build the state backends and a slot for each row in every state layer. Return None without such layers.
 
         Raises:
-            CapacityError: if that many states do not fit.
+            CapacityError: if the states do not fit into memory.
         """
         planned, scheduler = self.planned, self.planned.loaded.config.scheduler
         memory = planned.plan.states
@@ -336,7 +339,7 @@ class LayerGroupBuilder:
         )
 
     def checkpoints(self, rows: RequestTable, states: StateDispatcher | None) -> Checkpoints | None:
-        """What is kept of states, where the model keeps any."""
+        """Build the checkpoints of states. Return None if the model has no state layers."""
         memory = self.planned.plan.states
         if states is None or memory is None:
             return None
@@ -349,6 +352,6 @@ def _everywhere(device: str) -> DeviceOf:
 
 
 def _captured_always(capabilities: AttentionCapabilities) -> bool:
-    """Whether a graph may hold the attention of any step, but for common prefixes."""
+    """Return whether graphs can hold the attention of any step, common prefixes aside."""
     limited = any(limit.capability == "graphs" and limit.when != "cascade" for limit in capabilities.limits)
     return capabilities.graphs.value is GraphSupport.ALWAYS and not limited

@@ -27,10 +27,10 @@ OUTPUT_PROJECTION = "lm_head"
 
 
 def build_adapters(planned: Planned, model: Model, rows: RequestTable) -> AdapterManager | None:
-    """The adapters of a model; None where no plugin is named.
+    """Build the adapters of a model. Return None if the plan names no LoRA plugin.
 
     Raises:
-        ConfigError: if a target module is none of the model's, or an embedding that the plugin does not serve.
+        ConfigError: if a target module is not in the model, or is an embedding that the plugin does not serve.
         PluginError: if the plugin cannot be built.
         CapacityError: if its slots take more memory than there is.
     """
@@ -57,7 +57,7 @@ def build_adapters(planned: Planned, model: Model, rows: RequestTable) -> Adapte
             extended.add(names)
         return room
 
-    # Uniform batches are captured for all requests, even where the budget lets fewer run.
+    # Uniform batches are captured for all requests, even if the budget lets fewer run.
     largest_batch = scheduler.max_requests * (1 + (planned.loaded.config.drafter.tokens if planned.drafter else 0))
     extends = bool(descriptor.capabilities.extended.support) and hasattr(adaptable, "extend")
     context = LoraContext(
@@ -65,7 +65,7 @@ def build_adapters(planned: Planned, model: Model, rows: RequestTable) -> Adapte
         modules=modules,
         merged=merged,
         embeddings=embeddings,
-        extend=extend if extends and not config.merge else None,  # merged, the weights must be alone
+        extend=extend if extends and not config.merge else None,  # merged weights have no extra rows
         max_adapters=1 if config.merge else config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
         max_rank=config.max_rank,
@@ -117,7 +117,7 @@ def build_adapters(planned: Planned, model: Model, rows: RequestTable) -> Adapte
 def _staged(
     build: Callable[[LoraContext], Any], context: LoraContext, devices: Sequence[str], stage_of: Mapping[str, int]
 ) -> PipelineLora:
-    """A plugin for each stage, with the modules that lie there."""
+    """Build a plugin for each stage, with the modules of that stage."""
     parts = []
     for stage, device in enumerate(devices):
         own = {path: sizes for path, sizes in context.modules.items() if stage_of[path] == stage}
@@ -136,10 +136,12 @@ def _staged(
 
 
 def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The linear layers and embeddings that may carry an adapter; without names, the linear ones before the head.
+    """Return the linear layers and embeddings that may carry an adapter.
+
+    Without names these are the linear layers except the output projection.
 
     Raises:
-        ConfigError: naming what the model has.
+        ConfigError: naming the layers that the model has.
     """
     embeddings = embeddings_of(model)
     linears = {**model.linears, **embeddings}
@@ -157,18 +159,18 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
 
 
 def has_slots(planned: Planned) -> bool:
-    """Whether adapters stand beside the weights, so that a step may have any."""
+    """Return whether adapters are held in slots apart from the weights, so that any step may use them."""
     return planned.lora is not None and not planned.loaded.config.lora.merge
 
 
 def embeddings_of(model: AdaptableModel) -> Mapping[str, tuple[int, int]]:
-    """The embeddings that adapters can join; a family may know of none."""
+    """Return the embeddings that adapters can join. A family may declare none."""
     found: Mapping[str, tuple[int, int]] = getattr(model, "embeddings", {})
     return found
 
 
 def serves_single(planned: Planned) -> bool:
-    """Whether plugin and model serve steps of one adapter in a way of their own, and there are others."""
+    """Return whether plugin and model have a separate path for one adapter, and several may be loaded."""
     if planned.lora is None or not has_slots(planned) or planned.loaded.config.lora.max_adapters == 1:
         return False
     offer, family = planned.lora.capabilities, planned.family_descriptor.capabilities
@@ -176,7 +178,7 @@ def serves_single(planned: Planned) -> bool:
 
 
 def uses(planned: Planned) -> tuple[AdapterUse, ...]:
-    """How many adapters a step may have, the least first."""
+    """Return the uses of adapters that a step may have, in ascending order."""
     if not has_slots(planned):
         return (AdapterUse.NONE,)
     return tuple(use for use in AdapterUse if use != AdapterUse.ONE or serves_single(planned))
@@ -185,10 +187,11 @@ def uses(planned: Planned) -> tuple[AdapterUse, ...]:
 def captured_for(
     descriptor: Descriptor[Any], query_len: int, *, specialize: bool, single: bool = False
 ) -> tuple[AdapterUse, ...]:
-    """For which uses of adapters batches of a query length, 0 for mixed ones, are captured, the least first.
+    """Return the uses of adapters for which batches of a query length are captured, in ascending order.
 
-    Mixed ones have no graphs of their own for one adapter: their tokens are many, and each shape may take a graph for
-    every layer.
+    A query length of 0 means mixed batches. They have no graphs of their own for one adapter: their tokens are many,
+    and each shape may take a graph for every layer.
+
     """
     needed = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}.get(query_len, GraphSupport.UNIFORM)
     if descriptor.capabilities.graphs.refusal(needed) is not None:
@@ -201,8 +204,10 @@ def captured_for(
 def shared(
     planned: Planned, model: Model, part: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model's embedding or output projection for a drafter, which guesses without adapters and for rows that none
-    is planned for."""
+    """Return the model's embedding or output projection for a drafter.
+
+    The drafter guesses without adapters, and for rows that no adapter is planned for.
+    """
     if planned.lora is None or not planned.loaded.config.lora.target_modules:  # neither is adapted unless it is named
         return part
     adaptable: AdaptableModel = model  # type: ignore[assignment]
@@ -226,7 +231,7 @@ def load_named(planned: Planned, adapters: AdapterManager | None) -> None:
 
 
 def adapter_notes(planned: Planned) -> tuple[str, ...]:
-    """What a reader of the plan should know of the adapters."""
+    """Return the remarks on adapters that are shown with the plan."""
     descriptor, config = planned.lora, planned.loaded.config.lora
     if descriptor is None:
         return ()

@@ -1,4 +1,4 @@
-"""What of a step and of the memory each pipeline stage has: its batches, its arrays, its part of a block."""
+"""Shares of the pipeline stages in a step and in memory: batches, arrays, part of a block."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slotline.registry.negotiation import Plan
 
 
 def batches_of(plan: Plan, stages: Stages) -> list[tuple[int, int]]:
-    """The (stage, cache group) of each batch of a step, in the order of `ModelInputs.batches`.
+    """Return the (stage, cache group) of each batch of a step, in the order of `ModelInputs.batches`.
 
-    The first stage has all cache groups, a later one those that layers of it read. The batch of layers without a cache
-    comes behind these.
+    The first stage has all cache groups. A later stage has the cache groups that its layers read. The batch of layers
+    without a cache comes last.
     """
     first = [(0, index) for index in range(len(plan.cache_groups))]
     names = [group.name for group in plan.cache_groups]
@@ -41,7 +41,7 @@ def later_feeds(
     *,
     on_host: bool,
 ) -> list[StageInputs]:
-    """The feed of each stage but the first; `stagings` are theirs."""
+    """Build the inputs of each stage but the first, with the transfer buffers `stagings` of these stages."""
     batches, feeds = batches_of(plan, stages), []
     for stage, staging in enumerate(stagings, start=1):
         read = tuple(group for of_stage, group in batches if of_stage == stage)
@@ -59,7 +59,7 @@ def device_memory(
     """Each device with its part of a block of the pool, before anything is measured.
 
     Args:
-        shards: devices that have a block's keys in equal parts; one for those of the stages.
+        shards: devices that have a block's keys in equal parts. A single one means the devices of the stages.
     """
     block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
     if len(shards) > 1:

@@ -1,4 +1,4 @@
-"""What to say where memory ends while an engine is built."""
+"""Construction of plugins, with a typed error when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from slotline.registry.loading import label_of
 
 @contextmanager
 def oom_as_capacity_error(what: str, fix: str) -> Iterator[None]:
-    """Around whatever takes memory while an engine is built.
+    """Turn an out-of-memory error of the block into a CapacityError.
 
     Raises:
-        CapacityError: if there is not enough; names `what` and `fix`.
+        CapacityError: if there is not enough memory. It names `what` and `fix`.
     """
     try:
         yield
@@ -29,14 +29,14 @@ def oom_as_capacity_error(what: str, fix: str) -> Iterator[None]:
 
 
 def build_plugin(registry: PluginRegistry, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
-    """What a plugin's factory makes of its context.
+    """Build a plugin's object from its context.
 
     Args:
-        fix: the remedy where it takes more memory than there is.
+        fix: the remedy if it takes more memory than there is.
 
     Raises:
-        PluginError: if the factory cannot be imported or raises, or what it makes has not the contract's methods; names
-            the plugin, who brings it, and the remedy.
+        PluginError: if the factory cannot be imported or raises, or the built object lacks methods of the contract. It
+            names the plugin, its package and the remedy.
         CapacityError: if there is not enough memory.
     """
     factory = registry.factory(descriptor)

@@ -1,4 +1,4 @@
-"""What serves requests beside the model: tokenizer, logits processors, grammars, and the limits that requests meet."""
+"""Services for requests apart from the model: tokenizer, logits processors, grammars, and limits of requests."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ _PROCESSED = frozenset(
 
 
 def load_tokenizer(planned: Planned) -> Tokenizer | None:
-    """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
+    """Load the tokenizer. Return None if none is named and the model folder has none.
+
+    A model without a tokenizer serves only token ids. A named tokenizer must load.
+    """
     named = planned.loaded.path("tokenizer")
     path = named or planned.facts.path
     return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
 
 
 def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> ProcessorPipeline:
-    """The logits processors that the plan names, in their order.
+    """Build the logits processors that the plan names, in their order.
 
     Raises:
         PluginError: if one cannot be built.
@@ -89,7 +92,10 @@ def build_plain_draws(
 
 
 def build_grammars(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
-    """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
+    """Build structured output. Return None without a plugin, a tokenizer or an end-of-sequence token.
+
+    The plugin itself is built at the first request for it.
+    """
     descriptor, facts = planned.structured_output.descriptor, planned.facts
     if descriptor is None or tokenizer is None or not _eos_token_ids(planned):
         return None
@@ -105,7 +111,7 @@ def build_grammars(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | 
 
 
 def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
-    """What requests are checked against when they come."""
+    """Return the limits that new requests are checked against."""
     config = planned.loaded.config
     refusal = planned.structured_output.refusal
     if refusal is None and tokenizer is None:
@@ -125,6 +131,6 @@ def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
 
 
 def _eos_token_ids(planned: Planned) -> tuple[int, ...]:
-    """The end-of-sequence tokens that there is a logit for."""
+    """Return the end-of-sequence tokens that have a logit."""
     facts = planned.facts
     return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)

@@ -1,4 +1,4 @@
-"""The steps before the first request: the largest that may come, a warm-up, and what compiles their kernels ahead."""
+"""Steps before the first request: the largest possible step, a warm-up, and the compilation of their kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONG_PROMPT = 4096
 
 @frozen(eq=False)
 class Warmup:
-    """Makes steps up, runs them, and compiles what they and later ones launch."""
+    """Makes up steps, runs them, and compiles the kernels that they and later steps launch."""
 
     planned: Planned
     gatherer: InputPreparer
@@ -35,12 +35,12 @@ class Warmup:
 
     @property
     def most_tokens(self) -> int:
-        """Of a step; it holds no more than its requests have, however large its budget."""
+        """The most tokens of a step, at most those that its requests can have."""
         scheduler = self.planned.loaded.config.scheduler
         return min(scheduler.max_batched_tokens, scheduler.max_requests * self.planned.max_model_len)
 
     def largest(self, num_tokens: int) -> ModelInputs:
-        """A step of so many tokens, by as many requests as there may be."""
+        """Make up a step of `num_tokens` tokens with as many requests as possible."""
         return self.gatherer.dummy(
             even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
             vocab_size=self.planned.facts.vocab_size,
@@ -56,7 +56,7 @@ class Warmup:
         self.runner.profiler.reset()
 
     def compile_forwards(self) -> None:
-        """Compile several at a time what profile and warm-up will launch, where a forward pass can be captured."""
+        """Compile the kernels of profile and warm-up, several at a time, if a forward pass can be captured."""
         if not self._may_be_recorded:
             return
         planned, missing = self.planned, compiling.MissingKernels()
@@ -66,7 +66,7 @@ class Warmup:
         _compile(missing, self.planned.device)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
-        """Compile several at a time what captures and later steps will launch."""
+        """Compile the kernels of captures and later steps, several at a time."""
         planned, missing = self.planned, compiling.MissingKernels()
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
@@ -84,9 +84,11 @@ class Warmup:
 
     @property
     def _may_be_recorded(self) -> bool:
-        """Whether a forward pass that no graph holds can be captured, as those of graphs are.
+        """A forward pass outside of the graphs can be captured too.
 
-        Not with states, adapters, an encoder or weights elsewhere, whose work for such a step need not be capturable.
+        This is not so with states, adapters, an encoder or offloaded weights. Their work for an eager step need not be
+        capturable.
+
         """
         planned, facts = self.planned, self.planned.facts
         if not planned.plan.graphs.any_captured or planned.stages.divided or planned.loaded.config.offload_gib:
@@ -95,7 +97,7 @@ class Warmup:
         return not states and adapters is None and not facts.modalities and not facts.max_encoder_len
 
     def _forwards(self, steps: Iterator[ModelInputs]) -> Iterator[Callable[[Recorder], object]]:
-        """The forward passes of steps, without attention that cannot be captured."""
+        """Return the forward passes of steps, without attention that cannot be captured."""
         broken = {group.name for group in self.runner.router.groups if not group.any_captured}
         return forwards(self.runner, steps, broken)
 
@@ -109,7 +111,7 @@ class Warmup:
         return self.planned.hardware[self.planned.device]
 
     def _largest_only(self) -> Iterator[ModelInputs]:
-        """The largest step, made up when it is taken."""
+        """Yield the largest step, made up when it is taken."""
         yield self.largest(self.most_tokens)
 
     def _warm_ups(self) -> Iterator[ModelInputs]:
@@ -119,7 +121,10 @@ class Warmup:
             yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)
 
     def _prompts(self) -> Iterator[ModelInputs]:
-        """Prompts of every power of two, made up one by one: kernels of rows may differ by how many there are."""
+        """Yield prompts of every power of two, made up one by one.
+
+        Kernels over rows may differ by the number of rows.
+        """
         for size in powers_of_two(self._longest):
             yield self.gatherer.dummy([size])
 

@@ -1,4 +1,4 @@
-"""The draw on a CPU, where it costs little to look at which tokens are left: sums over those alone."""
+"""Sampling on a CPU: cumulative sums over only the tokens that are left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from slotline.core.device.packed_parameters import PackedParameters
 def draw_among(
     logits: torch.Tensor, least: torch.Tensor, columns: PackedParameters
 ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
-    """One token per row, [n] int64, among those with a logit of at least `least` [n, 1], where these are few.
+    """Draw one token per row, [n] int64, among the logits of at least `least` [n, 1], if these are few.
 
     The logits [n, vocab_size] float32 lie on the CPU. A cumulative sum in float64 over the whole vocabulary, nearly all
-    of it zeros, took most of a sampling step. Neither a row's sums nor whether they are made here depend on other rows.
+    of it zeros, took most of a sampling step. A row's sums, and the choice to make them here, do not depend on other
+    rows.
 
     Returns:
         The tokens, and for which rows [n] bool there are too many to be drawn here.

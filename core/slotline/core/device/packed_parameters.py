@@ -15,7 +15,7 @@ PACKED = np.dtype(
         ("log_floor", np.float32),
         ("top_k", np.int32),
         ("greedy", np.int32),
-        ("unused", np.int32),  # the number behind it lies at a multiple of its size
+        ("unused", np.int32),  # aligns the next field to its size
         ("counter", np.uint64),
     ]
 )
@@ -25,13 +25,13 @@ STRIDE, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133
 
 @frozen(eq=False)
 class PackedParameters:
-    """Columns of `SamplingMetadata.packed`, as views of its tensor on the device; each [n]."""
+    """Columns of `SamplingMetadata.packed`, as views [n] of its tensor on the device."""
 
     packed: torch.Tensor
 
     @property
     def temperature(self) -> torch.Tensor:
-        """float32; 1 for greedy rows."""
+        """float32, 1 for greedy rows."""
         return self._column("temperature", torch.float32)
 
     @property
@@ -41,12 +41,12 @@ class PackedParameters:
 
     @property
     def log_floor(self) -> torch.Tensor:
-        """float32; minus infinity for all."""
+        """float32, minus infinity for all."""
         return self._column("log_floor", torch.float32)
 
     @property
     def top_k(self) -> torch.Tensor:
-        """int32; 0 for all."""
+        """int32, 0 for all."""
         return self._column("top_k", torch.int32)
 
     @property
@@ -56,7 +56,7 @@ class PackedParameters:
 
     @property
     def uniform(self) -> torch.Tensor:
-        """float64 in [0, 1); as `uniforms` of seeds and positions, made where the counters lie."""
+        """float64 in [0, 1), as `uniforms` of seeds and positions, computed on the device of the counters."""
         z = self._column("counter", torch.int64)
         for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
             z = z ^ _shifted(z, shift)
@@ -68,5 +68,5 @@ class PackedParameters:
 
 
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Unsigned numbers [n] held as int64, shifted to the right."""
+    """Shift unsigned numbers [n] held as int64 to the right."""
     return (z >> by) & ((1 << (64 - by)) - 1)

@@ -13,7 +13,7 @@ from slotline.registry.contracts.device import Drawn, SampledRows
 def sample_torch(
     logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *, keep_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sample rows of which at least one is not greedy; see `sampler.sample`."""
+    """Sample rows of which at least one is not greedy, see `sampler.sample`."""
     drawn = draw_torch(logits, batch, params, keep_final=keep_final)
     return drawn.tokens, drawn.final
 
@@ -40,7 +40,10 @@ def draw_torch(logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *
 
 
 def _nan_among(logits: torch.Tensor, maybe_nan: torch.Tensor) -> torch.Tensor | None:
-    """Return which rows [n] bool hold NaN, of those that may; the sums of rows with infinity are NaN too."""
+    """Return the rows [n] bool that hold NaN, among those that may.
+
+    The sums of rows with infinity are NaN too.
+    """
     if logits.device.type != "cpu":
         return logits.isnan().any(dim=-1)
     if not bool(maybe_nan.any()):
@@ -64,21 +67,22 @@ def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tenso
 
 
 def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
-    """Divide by the temperature; greedy rows stay as they are."""
+    """Divide by the temperature. Greedy rows stay as they are."""
     return logits / columns.temperature[:, None]
 
 
 def mask_unlikely(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor:
-    """Set what the floor, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
+    """Set logits that the floor, top-k and top-p exclude to minus infinity: [n, vocab_size] float32 in and out."""
     least = least_kept(logits, batch, columns)
     return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
 def least_kept(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor | None:
-    """The lowest logit [n, 1] that the floor, top-k and top-p leave in; None if no row asks for any of them.
+    """Return the lowest logit [n, 1] that the floor, top-k and top-p keep, or None if no row uses any of them.
 
-    By value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows with top-k are
-    ordered as far as the largest k, those with top-p alone wholly, others not at all.
+    Tokens are kept by value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows
+    with top-k are sorted up to the largest k, rows with only top-p are sorted completely, and other rows are not
+    sorted.
     """
     floor = None
     if (batch.log_floor > -np.inf).any():
@@ -102,7 +106,7 @@ def least_kept(logits: torch.Tensor, batch: SampledRows, columns: PackedParamete
 def _least_ordered(
     logits: torch.Tensor, floor: torch.Tensor | None, columns: PackedParameters, most: int
 ) -> torch.Tensor:
-    """The lowest logit [n, 1] that is left of the `most` largest in each row."""
+    """Return the lowest logit [n, 1] that is left of the `most` largest in each row."""
     if most < logits.shape[-1]:
         ordered = torch.topk(logits, most, dim=-1).values
     else:
@@ -114,18 +118,18 @@ def _least_ordered(
         drop |= ordered < floor
     probabilities = ordered.masked_fill(drop, -torch.inf).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = columns.top_p[:, None]  # [n, 1]; a sum may round to 1 before the last token, so 1 drops nothing
+    top_p = columns.top_p[:, None]  # [n, 1], and 1 drops nothing, as a sum may round to 1 before the last token
     drop |= (before >= top_p) & (top_p < 1) & (rank > 0)
     return ordered.masked_fill(drop, torch.inf).amin(dim=-1, keepdim=True)
 
 
 def draw(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
-    """One token per row, [n] int64, by inverse transform of the softmax."""
+    """Draw one token per row, [n] int64, by inverse transform of the softmax."""
     return invert(logits.softmax(dim=-1).double(), columns.uniform)
 
 
 def invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token [n] int64 at which the cumulative weights [n, vocab_size] float64 pass a share [n] of their sum."""
+    """Return the token [n] int64 where the cumulative weights [n, vocab_size] float64 pass a share [n] of their sum."""
     cumulative = weights.cumsum(dim=-1)
     target = numbers[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Requests joining a step: what plugins prepare for them, and the items that are encoded before it."""
+"""Admission of requests to a step: preparation by plugins, and encoding of items before the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("slotline")
 
 @define(kw_only=True, eq=False)
 class AdmissionHooks:
-    """Prepares what a schedule says, and takes out whom a plugin fails on."""
+    """Prepares the requests of a schedule, and takes out those that a plugin fails on."""
 
     rows: RequestTable
     endings: RequestFinalizer
@@ -40,10 +40,10 @@ class AdmissionHooks:
     def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
         """Prepare the requests that join in this step, and encode its items.
 
-        A request that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
+        A request that a plugin fails on ends with finish reason `error`, and the step goes on without it.
 
         Returns:
-            The step that is left, and the requests that ended.
+            The rest of the step, and the requests that ended.
         """
         refused: list[tuple[Request, Exception]] = list(schedule.failed)
         for request, error in refused:
@@ -51,7 +51,7 @@ class AdmissionHooks:
         for request in schedule.admitted:
             try:
                 self._admit(request)
-            except Exception as error:  # a plugin's code may raise anything; the others go on
+            except Exception as error:  # a plugin's code may raise anything, and the others go on
                 logger.exception("request %r could not be admitted", request.request_id)
                 refused.append((request, error))
         schedule = self._without(schedule, refused)
@@ -65,7 +65,7 @@ class AdmissionHooks:
         return schedule, leaders([request for request, _ in refused])
 
     def _admit(self, request: Request) -> None:
-        """What a request needs when it joins for the first time; after preemption it has it."""
+        """Prepare a request that joins for the first time. After preemption it is still prepared."""
         if request.joined:
             return
         if self.adapters is not None:
@@ -84,7 +84,7 @@ class AdmissionHooks:
         request.joined = True
 
     def _without(self, schedule: SchedulerOutput, refused: Sequence[tuple[Request, Exception]]) -> SchedulerOutput:
-        """The step without requests that end with an error."""
+        """Return the step without requests that end with an error."""
         pairs = [(one, one.partner) for one, _ in refused]
         rows = [one.row for both in pairs for one in both if one is not None and one.row >= 0]
         self.endings.fail(refused)

@@ -68,15 +68,15 @@ logger = logging.getLogger("slotline")
 
 @frozen(kw_only=True, eq=False)
 class PendingStep:
-    """A step whose results have not been handed out.
+    """Step whose results have not been handed out.
 
     Attributes:
-        schedule: what it computes.
-        generations: [max_requests] int64, of all rows when it was started; a row whose generation has changed since
-            then has been given up, and its results are nobody's.
+        schedule: its rows and tokens.
+        generations: [max_requests] int64, of all rows when it was started. If a row's generation has changed, its
+            request was preempted or finished, and the row's results are discarded.
         sampling: its tokens.
-        proposal: the drafts behind them, where the drafter does not wait for the host.
-        loads: blocks that the KV connector brought for it.
+        proposal: the drafts after them, if the drafter does not wait for the host.
+        loads: blocks that the KV connector loaded for it.
     """
 
     schedule: SchedulerOutput
@@ -88,33 +88,35 @@ class PendingStep:
 
 @define(kw_only=True, eq=False, slots=False)
 class Engine:
-    """Schedules, runs and hands out; owns the rows, the cache and the built parts.
+    """Engine that schedules, runs and hands out steps, and owns the rows, the cache and the built parts.
 
-    Under asynchronous scheduling a step is scheduled, gathered and launched while the one before still runs; only then
-    are the earlier one's results handed out. The tokens of a step in flight are counted in the rows, as if all its
-    drafts stood, and known on the device alone. A request that turns out to have ended took part in one step too many,
-    whose result is dropped.
+    Under asynchronous scheduling a step is scheduled, gathered and launched while the previous step still runs. Only
+    then are the previous step's results handed out. The tokens of a step in flight are counted in the rows as if all
+    its drafts were accepted, and only the device knows them. A request that turns out to have ended took part in one
+    step too many, whose result is dropped.
 
     Several threads may use an engine: each call waits until no other thread is in it. A callback of a step, for
     instance a function on logits, may call it again.
 
-    Whatever escapes from a step, Ctrl-C included, every unfinished request is restored before it is raised again.
+    If any exception escapes from a step, Ctrl-C included, every unfinished request is restored before it is raised
+    again.
 
     Attributes:
-        notes: what whoever reads the plan should know beside it.
-        plugins: what factories made, by which errors are traced to plugins.
-        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out. `LLM` puts it
-            into the parameters; `add` takes them as they are.
+        notes: extra remarks shown with the plan.
+        plugins: the objects that factories made, used to trace errors to plugins.
+        sampling_defaults: by the names of `SamplingParams`, defaults for values that a request leaves out. `LLM` puts
+            them into the parameters. `add` takes the parameters as they are.
         device: the current one while the engine works.
         extensions: methods of the step extensions.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
-        late_kernels: what steps had to wait for Triton to compile, or to load from its cache on disk.
+        late_kernels: kernels that steps had to wait for while Triton compiled them or loaded them from its cache on
+            disk.
         requests: the unfinished, by id.
-        intake, joining, hand_out, endings: what happens to a request, in this order.
-        recovery: restores the unfinished ones after an exception escaped.
+        intake, joining, hand_out, endings: the handlers of a request, in the order of its life.
+        recovery: restores the unfinished requests after an exception escaped.
         lock: held by the thread that is in the engine.
-        unsettled: whether a step runs. If none can be running, the last call was interrupted.
+        unsettled: whether a step runs. If it is set while no step can be running, the last call was interrupted.
     """
 
     plan: Plan
@@ -227,7 +229,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self.requests)
 
     @names_plugins
@@ -251,11 +253,11 @@ class Engine:
 
         Args:
             params: of the engine's task.
-            features: inputs besides text, as `EncoderRunner.reader` reads them; the prompt holds their placeholders.
+            features: inputs besides text, as `EncoderRunner.reader` reads them. The prompt holds their placeholders.
             stream: whether its text is read while it runs.
 
         Raises:
-            RequestError: naming what is wrong; nothing is queued then, and the engine goes on. Also in a forked child.
+            RequestError: naming the error, also in a forked child. Nothing is queued then, and the engine goes on.
         """
         self._own_process.refuse_others()
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
@@ -289,10 +291,10 @@ class Engine:
     @exclusive
     @on_device
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; what it sampled so far stays in it. None if no such request is unfinished.
+        """End a request now. It keeps its output so far. Return None if no such request is unfinished.
 
-        Where a signal's handler or a plugin asks for it in the middle of a step's bookkeeping, the request ends with
-        the step.
+        If a signal's handler or a plugin calls this in the middle of a step's bookkeeping, the request ends with the
+        step.
         """
         request = self.requests.get(request_id)
         if request is not None:
@@ -303,7 +305,7 @@ class Engine:
     @exclusive
     @on_device
     def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
-        """Make a call while no step runs and no other thread is in the engine; for what belongs to its parts."""
+        """Make a call while no step runs and no other thread is in the engine, to use the engine's parts."""
         return call(*args, **options)
 
     @names_plugins
@@ -313,12 +315,12 @@ class Engine:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
 
         Args:
-            path: another checkpoint's folder; None for the same one.
+            path: another checkpoint's folder, None for the same one.
 
         Raises:
-            RequestError: if a request is unfinished; its keys and values are the old weights'.
-            RequestError: if the merged adapter cannot be merged into the new weights, which stay without it then.
-            ModelError: if the weights do not fit; the old ones stay.
+            RequestError: if a request is unfinished, since its keys and values are those of the old weights.
+            RequestError: if the merged adapter cannot be merged into the new weights. They stay without it then.
+            ModelError: if the weights do not fit. The old weights stay.
         """
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
@@ -372,7 +374,7 @@ class Engine:
 
     @on_device
     def settle(self) -> None:
-        """Restore every unfinished request, after a call was interrupted; no step may be running."""
+        """Restore every unfinished request after a call was interrupted. No step may be running."""
         self._hurt = self.unsettled = self._closed = True
         self._in_flight = None
         self._ended += self.recovery.run()
@@ -390,7 +392,7 @@ class Engine:
         self.late_kernels += late
 
     def _step(self) -> StepResult:
-        """Schedule, launch and hand out; see `step`."""
+        """Schedule, launch and hand out, see `step`."""
         self._closed = True
         with self.profiler.scope("schedule"):
             unfit = self._queue_compiled()
@@ -402,7 +404,7 @@ class Engine:
         generations = self.rows.generation.copy()
         loads = self._start_transfers(schedule)
         launched = self._launch(schedule, loads) if schedule.num_tokens else None
-        result = self._collect()  # of the step before, if it is still in flight
+        result = self._collect()  # of the previous step, if it is still in flight
         if launched is not None:
             started = self._sample(launched, schedule, generations, loads)
             if self._in_flight is not None:  # a step that was run by a callback of this one
@@ -423,16 +425,16 @@ class Engine:
 
     @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
-        """The public form of a prompt's requests (one per output)."""
+        """Return the public form of a prompt's requests (one per output)."""
         return request_output(requests, self.rows, self.tokenizer)
 
     @exclusive
     def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
-        """The public form of a pooling request."""
+        """Return the public form of a pooling request."""
         return pooling_output(request)
 
     def _queue_compiled(self) -> list[Request]:
-        """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
+        """Queue the requests whose grammar has been compiled. Those with an invalid grammar end with an error."""
         if self.grammars is None:
             return []
         idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
@@ -443,7 +445,7 @@ class Engine:
         return [request for request, _ in failed]
 
     def _start_transfers(self, schedule: SchedulerOutput) -> tuple[CacheBlock, ...]:
-        """Have the KV connector save and load what a step's forward pass needs; the blocks to load."""
+        """Have the KV connector save and load blocks for a step's forward pass. Return the blocks to load."""
         transfers = self.scheduler.cache.transfers
         if transfers is None or not schedule.num_tokens:
             return ()
@@ -474,14 +476,14 @@ class Engine:
         return launched
 
     def _prefixes(self, schedule: SchedulerOutput) -> tuple[int, ...]:
-        """The common prefixes to serve apart, by cache group."""
+        """Return the common prefixes to serve apart, by cache group."""
         if not self.cascade.possible:
             return self.cascade.none
         computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
         return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
-        """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
+        """Return the captured shape of a step, or None to run eagerly, as while the cache's scales are calculated."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None
         if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
@@ -491,7 +493,7 @@ class Engine:
     def _sample(
         self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int, loads: tuple[CacheBlock, ...]
     ) -> PendingStep:
-        """Start sampling behind a forward pass; the tokens before are known by now."""
+        """Start sampling after a forward pass. All earlier tokens are known by now."""
         inputs, overlap, proposal = launched.inputs, self.overlap, None
         if overlap is None:
             sampling, rows, verified = self._open_sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
@@ -517,7 +519,7 @@ class Engine:
         )
 
     def _open_sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
-        """Start sampling; functions on logits may use the engine meanwhile."""
+        """Start sampling. Functions on logits may use the engine meanwhile."""
         self._closed = False
         sampling = self.runner.sample(launched)
         self._closed = True

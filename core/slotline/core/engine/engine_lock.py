@@ -17,14 +17,14 @@ HOLDER = 0
 
 
 class EngineLock:
-    """A lock that its holder may take again, and that is handed on in the order of arrival.
+    """Lock that its holder may take again, and that is handed on in the order of arrival.
 
     A lock of Python's is not fair: a thread that runs one step after the other would take it again before a waiting
     thread wakes up. And an exception of a signal's handler may come between taking it and noting that it is taken. Here
     one operation on a dictionary does both.
 
     Attributes:
-        holder: `HOLDER` and the number of the thread that is in the engine; empty if there is none.
+        holder: `HOLDER` and the number of the thread that is in the engine, empty if there is none.
         line: an event for each waiting thread, which is set when it may be that thread's turn.
     """
 
@@ -37,7 +37,7 @@ class EngineLock:
         """Wait until this thread holds the lock.
 
         Raises:
-            RequestError: in a forked child, where the thread that holds it does not run.
+            RequestError: in a forked child, since the thread that holds it does not run there.
         """
         self._own_process.refuse_others()
         turn = Event()
@@ -52,7 +52,7 @@ class EngineLock:
             self.wake_next()
 
     def wake_next(self) -> None:
-        """Have the first of the line look whether it is its turn."""
+        """Have the first waiting thread check whether it is its turn."""
         for turn in tuple(self.line)[:1]:  # a copy: other threads come and go meanwhile
             turn.set()
 
@@ -68,7 +68,7 @@ class HasLock(Protocol):
     unsettled: bool
 
     def settle(self) -> None:
-        """Repair what an interrupted call left, before the next call."""
+        """Repair the state that an interrupted call left, before the next call."""
         ...
 
 
@@ -76,7 +76,7 @@ S = TypeVar("S", bound=HasLock)
 
 
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Have a method run while no other thread is in the engine; its callbacks may enter again."""
+    """Have a method run while no other thread is in the engine. Its callbacks may enter again."""
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **options: P.kwargs) -> R:
@@ -89,7 +89,7 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
             if self.unsettled:
                 self.settle()
             return method(self, *args, **options)
-        finally:  # no call before it is given back: signals are handled behind calls
+        finally:  # no call before the lock is given back, since signals are handled after calls
             if HOLDER in lock.holder and lock.holder[HOLDER] == me:
                 del lock.holder[HOLDER]
             if lock.line:

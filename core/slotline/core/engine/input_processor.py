@@ -22,11 +22,11 @@ from slotline.registry.errors import RequestError
 
 @define(kw_only=True, eq=False)
 class InputProcessor:
-    """The way from a caller to the scheduler's queue.
+    """Checks requests and puts them into the scheduler's queue.
 
     Attributes:
-        requests: the unfinished by id; this adds to them, and `Endings` takes them out.
-        arrivals: how many came so far.
+        requests: the unfinished requests by id. This class adds them, and `RequestFinalizer` takes them out.
+        arrivals: number of requests so far.
         drafts: whether a drafter is asked for drafts.
     """
 
@@ -43,10 +43,10 @@ class InputProcessor:
     arrivals: int = 0
 
     def add(self, request: Request, *, stream: bool) -> None:
-        """Check a request and queue it, its companion too; its text is read while it runs if it is a `stream`.
+        """Check a request and queue it, its companion too. The text of a `stream` is read while it runs.
 
         Raises:
-            RequestError: naming what is wrong; nothing is queued then.
+            RequestError: naming the error. Nothing is queued then.
         """
         self._validate(request)
         params = request.params
@@ -71,11 +71,11 @@ class InputProcessor:
     def queue_compiled(
         self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
     ) -> list[tuple[Request, BaseException]]:
-        """Queue the requests whose grammar has been compiled since; those whose cannot be, and why.
+        """Queue the requests whose grammar has been compiled. Return those whose grammar cannot be, with the errors.
 
         Args:
-            waits: whether there is nothing else to do before one is.
-            gives_way: whether another thread has something to do by now.
+            waits: whether there is nothing else to do before a grammar is compiled.
+            gives_way: returns whether another thread has work by now.
         """
         if self.grammars is None or not self.grammars.compiler.num_waiting:
             return []
@@ -102,7 +102,7 @@ class InputProcessor:
             self.grammars.validate(request)
 
     def _add_companion(self, request: Request, asked: Companion) -> None:
-        """Give a request the one that is computed beside it."""
+        """Give a request the companion that is computed together with it."""
         refuse_companion(
             request,
             asked.asked,

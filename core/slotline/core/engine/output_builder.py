@@ -1,4 +1,4 @@
-"""What callers are given of requests, be they finished or on their way."""
+"""Output objects of finished and running requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotline.core.batch.request_table import RequestTable
 
 
 def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: Tokenizer | None) -> RequestOutput:
-    """The public form of a prompt's requests (one per output)."""
+    """Build the public form of a prompt's requests (one per output)."""
     first = requests[0]
     return RequestOutput(
         request_id=first.request_id,

@@ -1,4 +1,4 @@
-"""Handing out what a step computed: into rows, cache and requests, some of which end with it."""
+"""Output of a step: written to rows, cache and requests, some of which end with it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger("slotline")
 
 @frozen(kw_only=True, eq=False)
 class StepResult:
-    """What a step handed out.
+    """Results that a step handed out.
 
     Attributes:
-        rows: [n] int64, rows that got a token, but for those of companions; `token_ids` [n] int32. Under
-            asynchronous scheduling those of the step that was started one call before.
-        finished: requests that ended in this step; they hold no row any more.
+        rows: [n] int64, rows that got a token, except those of companions, with `token_ids` [n] int32. Under
+            asynchronous scheduling they are those of the step that was started one call before.
+        finished: requests that ended in this step. They no longer hold a row.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
@@ -43,8 +43,9 @@ class OutputProcessor:
     """Writes a step's results.
 
     Attributes:
-        overlapped: whether steps overlap beside a drafter, so that a step in flight has counted this one's drafts.
-        num_known: [max_requests] int64, tokens of each row before the step that is being handed out; None between two.
+        overlapped: whether steps overlap with a drafter, so that a step in flight has counted this step's drafts.
+        num_known: [max_requests] int64, tokens of each row before the step that is being handed out. None between
+            steps.
     """
 
     rows: RequestTable
@@ -75,7 +76,7 @@ class OutputProcessor:
         return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))
 
     def _count(self, schedule: SchedulerOutput, output: StepOutput) -> None:
-        """Tell rows, states and cache what is computed now; what was computed for rejected drafts does not count."""
+        """Update the computed tokens of rows, states and cache. Those of rejected drafts do not count."""
         rows, cache = self.rows, self.scheduler.cache
         ends = computed = schedule.num_computed + schedule.num_scheduled
         if output.draft_positions is not None:
@@ -88,7 +89,7 @@ class OutputProcessor:
         cache.commit(rows, schedule.rows, computed)
 
     def _standing(self, schedule: SchedulerOutput, output: StepOutput) -> Int:
-        """Tokens of a step's rows [num_requests] that are computed behind it: not those of drafts that fell."""
+        """Return the tokens of a step's rows [num_requests] computed after it, without those of rejected drafts."""
         rows = self.rows
         computed = rows.num_computed_tokens.copy()
         computed[schedule.rows] = schedule.num_computed + schedule.num_scheduled
@@ -100,7 +101,7 @@ class OutputProcessor:
         return standing
 
     def _record(self, output: StepOutput) -> None:
-        """Keep prompt log-probabilities, NaN counts and first-token times; before the step's tokens are appended."""
+        """Keep prompt log-probabilities, NaN counts and first-token times, before the step's tokens are appended."""
         rows = self.rows
         for row, (first, entries) in output.prompt_logprobs.items():
             rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
@@ -114,7 +115,7 @@ class OutputProcessor:
                 request.metrics.time_to_first_token = now - request.arrival_time
 
     def _answer(self, output: StepOutput) -> Ended:
-        """Give pooling requests their answers; they end with them."""
+        """Give pooling requests their answers, which ends them."""
         for row, vector in output.pooled.items():
             self.rows.request(row).pooled = vector.copy()
         return dict.fromkeys(output.pooled, ("stop", None))

@@ -51,7 +51,7 @@ class Recovery:
     extensions: Extensions = NO_EXTENSIONS
 
     def run(self) -> list[Request]:
-        """Restore everything; returns the requests that ended because a plugin could not be restored."""
+        """Restore everything. Return the requests that ended because a plugin could not be restored."""
         rows, scheduler = self.scheduler.rows, self.scheduler
         for request in list(self.requests.values()):
             if request.row >= 0 and rows.requests[request.row] is not request:
@@ -82,7 +82,7 @@ class Recovery:
         return [request for request, _ in failed]
 
     def _leave_unprepared(self) -> None:
-        """Have plugins forget the rows of requests that have ended, or that were not prepared to the end."""
+        """Have plugins forget the rows of requests that have ended or were not fully prepared."""
         for row, request in enumerate(self.scheduler.rows.requests):
             if request is None:
                 continue
@@ -98,7 +98,7 @@ class Recovery:
                 self.scheduler.withdraw(request, ended=ended)
 
     def _queued(self) -> list[Request]:
-        """The unfinished requests, without those that wait for their grammar."""
+        """Return the unfinished requests, without those that wait for their grammar."""
         compiler = None if self.grammars is None else self.grammars.compiler
         unfinished = list(self.requests.values())
         return [
@@ -106,7 +106,7 @@ class Recovery:
         ]
 
     def _resume(self, request: Request) -> BaseException | None:
-        """Bring what is derived from a request's tokens back to them; returns why that fails, if it does."""
+        """Restore the state that is derived from a request's tokens. Return the error if that fails."""
         request.finish_reason = request.stop_reason = None
         if request.row < 0:
             return None

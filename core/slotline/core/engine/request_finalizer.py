@@ -22,11 +22,11 @@ from slotline.registry.attribution import BuiltPlugins
 
 @define(kw_only=True, eq=False)
 class RequestFinalizer:
-    """Ends requests, wherever they stand.
+    """Ends requests, whether they run or wait.
 
     Attributes:
-        requests: the unfinished by id, as `InputProcessor` put them there; this takes them out.
-        plugins: by which errors are traced to plugins.
+        requests: the unfinished requests by id, as `InputProcessor` added them. This class takes them out.
+        plugins: used to trace errors to plugins.
     """
 
     requests: dict[str, Request]
@@ -41,7 +41,7 @@ class RequestFinalizer:
     extensions: Extensions = NO_EXTENSIONS
 
     def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
-        """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
+        """End requests, each with a finish reason and its cause, and their partners in pairs."""
         if not requests:
             return
         now = monotonic()
@@ -81,7 +81,7 @@ class RequestFinalizer:
                 self.drafting.release(request.row)
 
     def _finish_text(self, request: Request) -> None:
-        """The whole text of a request that nobody read on the way, or the rest of one that was."""
+        """Read the text of a request, or the rest of it if it was streamed."""
         detokenizer = request.detokenizer
         if detokenizer is None:
             if self.tokenizer is None or not request.params.detokenize:

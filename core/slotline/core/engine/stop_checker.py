@@ -12,11 +12,11 @@ from slotline.core.batch.request_table import RequestTable
 
 Int = npt.NDArray[np.int64]
 Ended = dict[int, tuple[str, str | int | None]]
-"""Rows that end, each with its finish reason and what caused it."""
+"""Rows that end, each with its finish reason and the cause."""
 
 
 class StopChecker:
-    """The rules of all rows, checked as array comparisons; only streams and stop strings are looked at one by one."""
+    """Stop rules of all rows, checked as array comparisons. Only streams and stop strings are checked one by one."""
 
     def __init__(self, rows: RequestTable, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._rows = rows
@@ -24,7 +24,7 @@ class StopChecker:
         self._is_eos[[token for token in eos_token_ids if token < vocab_size]] = True
 
     def ended(self, which: Int, tokens: npt.NDArray[np.int32]) -> Ended:
-        """The rows of `which` [n] that end with the token just appended to each, `tokens` [n]."""
+        """Return the rows of `which` [n] that end with the token just appended to each, `tokens` [n]."""
         rows = self._rows
         known = rows.num_tokens[which]
         may_stop = known >= rows.min_length[which]
@@ -41,7 +41,10 @@ class StopChecker:
         return ended
 
     def ends_outside_text(self, request: Request) -> bool:
-        """Whether the last token is a stop token, which is no part of the text; a grammar's last token is."""
+        """Return whether the last token is a stop token that is not part of the text.
+
+        A grammar's last token is part of it.
+        """
         if request.finish_reason != "stop" or request.params.include_stop_str_in_output:
             return False
         last = request.output_token_ids[-1]

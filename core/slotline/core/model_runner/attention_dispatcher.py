@@ -19,9 +19,9 @@ from slotline.registry.errors import ModelError
 
 
 def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a share in it, for what the memory pool of captured graphs may use again.
+    """Return the same memory without owning it, for memory that the pool of captured graphs may reuse.
 
-    Replays run in the order of their capture, so memory that the forward gives back in the middle of a capture can
+    Replays run in the order of their capture, so memory that the forward pass frees in the middle of a capture can
     serve the rest of it, and every later capture, as it does in an eager run.
     """
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -37,18 +37,18 @@ class AttentionGroup:
 
     Attributes:
         name: as in the plan.
-        plugin: the backend's name and who brings it.
+        plugin: the backend's name and package.
         backend: the built object.
         writes_cache: whether `forward` stores the new keys and values itself.
-        batch: index of its batch in a step's, which hold the tables of its cache group on its device.
+        batch: index of its batch among a step's batches. The batch holds the tables of its cache group on its device.
         layers: in call order.
         device: torch device string.
-        cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
+        cascade: whether it serves common prefixes apart. `cascade_captured` says whether that can be inside a graph.
         plain_writes: whether the model may store new keys and values in the backend's place.
-        fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
-        last_queries: whether a layer may get the queries of these alone, beside all keys and values.
-        any_captured: whether the attention of any step may be inside a graph, whatever the plan captures.
-        plan_once: whether what was planned at a capture serves every replay, but for common prefixes.
+        fast_prefill: whether its layers get only a step's wanted tokens, if the step names them.
+        last_queries: whether a layer may get only the queries of the wanted tokens, with all keys and values.
+        any_captured: whether the attention of any step may be inside a graph, independent of the plan.
+        plan_once: whether the plan made at a capture serves every replay, common prefixes aside.
     """
 
     name: str
@@ -68,8 +68,10 @@ class AttentionGroup:
 
 
 class StepPlans(NamedTuple):
-    """What the groups planned for a step's batches, None where it was not wanted, and for which of its tokens alone a
-    layer may attend."""
+    """Plans of the groups for a step's batches, and the wanted tokens of the step.
+
+    A plan is None if it was not wanted. Some layers may attend for only the `wanted` tokens.
+    """
 
     plans: list[Any]
     batches: Sequence[AttentionBatch]
@@ -78,7 +80,10 @@ class StepPlans(NamedTuple):
 
 @define(eq=False)
 class DispatchedAttention:
-    """What a model gets as `attend`. Implements `slotline.registry.contracts.model_family.StoringAttend`."""
+    """Attention callable that a model gets as `attend`.
+
+    It implements `slotline.registry.contracts.model_family.StoringAttend`.
+    """
 
     _router: AttentionDispatcher
     _serve: Callable[..., torch.Tensor]
@@ -95,7 +100,7 @@ class DispatchedAttention:
         written: bool = False,
         wanted: bool = False,
     ) -> torch.Tensor:
-        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         if wanted:
             return self._router.attend_wanted(layer, query, key, value, sinks, written)
         return self._serve(layer, query, key, value, sinks, written)
@@ -107,7 +112,7 @@ class DispatchedAttention:
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
 
-        None where a graph is broken at the layer, since what its attention reads may lie elsewhere in each replay.
+        Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
         """
         return None if layer.index in self._broken else self._router.slots(layer, key)
 
@@ -116,9 +121,9 @@ class AttentionDispatcher:
     """Plans each group once per step and then serves the layers' calls.
 
     Attributes:
-        calculating: the scales that the next step's keys and values give; None once they are there.
-        fast_prefill: whether any group's layers get a step's wanted tokens alone.
-        checks: of what backends give in eager steps; None for none.
+        calculating: the scales that are calculated from the next step's keys and values. None once they are known.
+        fast_prefill: whether any group's layers get only a step's wanted tokens.
+        checks: of the outputs of backends in eager steps. None for no checks.
     """
 
     def __init__(
@@ -142,7 +147,7 @@ class AttentionDispatcher:
         self._is_capturing = is_capturing
 
     def part(self, layers: Sequence[AttentionLayer]) -> tuple[AttentionDispatcher, list[int]]:
-        """A router of some layers over the same caches, and which of a step's batches it is planned with, in order."""
+        """Build a dispatcher of some layers over the same caches, with the indices of its batches in a step."""
         groups = [group for group in self.groups if set(group.layers) & set(layers)]
         read = sorted({group.batch for group in groups})
         groups = [
@@ -153,7 +158,7 @@ class AttentionDispatcher:
         return AttentionDispatcher(groups, caches, self.checks, self._is_capturing), read
 
     def caches(self) -> list[KVCache]:
-        """The caches of all layers, in the layers' order."""
+        """Return the caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self._routes.items())]
 
     def plan(
@@ -162,11 +167,11 @@ class AttentionDispatcher:
         wanted: FastPrefillBatch | None = None,
         standing: Container[str] = (),
     ) -> Attend:
-        """Host work of every group for this step; returns the callable that the model's layers call.
+        """Plan every group for this step on the host. Return the callable that the model's layers call.
 
         Args:
             batches: of the step, as the groups count them.
-            wanted: the tokens whose logits are wanted, where the model may leave out the others at its end.
+            wanted: the tokens whose logits are wanted, if the model may leave out the others in its last layers.
             standing: groups by name that the callable will not be called for.
 
         Raises:
@@ -201,12 +206,12 @@ class AttentionDispatcher:
         return StepPlans(plans, batches, wanted)
 
     def under(self, plans: StepPlans) -> Attend:
-        """Attention under plans that were made before; those of the last call count."""
+        """Return attention under plans that were made before. Only the plans of the last call are in force."""
         self._step = plans
         return DispatchedAttention(self, self.attend if self.checks is None else self._attend_checked)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
-        """Where a model may store new keys like `key` and the values of a layer in the backend's place."""
+        """Return the slots for new keys like `key` and the values of a layer, if the model may store them itself."""
         write, _, cache, position = self._routes[layer.index]
         if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
             return None
@@ -225,7 +230,7 @@ class AttentionDispatcher:
         sinks: torch.Tensor | None = None,
         written: bool = False,
     ) -> torch.Tensor:
-        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
+        """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
 
         `written` says that the new keys and values are in the cache.
         """
@@ -242,7 +247,10 @@ class AttentionDispatcher:
         sinks: torch.Tensor | None = None,
         written: bool = False,
     ) -> torch.Tensor:
-        """As `attend`; what the backend does not write is NaN, and its output and its batch are looked at."""
+        """Compute attention as `attend`, and check the backend's output and batch.
+
+        The output is filled with NaN before, to find elements that the backend does not write.
+        """
         if self.checks is None or is_captured():
             return self.attend(layer, query, key, value, sinks, written)
         position = self._routes[layer.index][3]
@@ -266,10 +274,10 @@ class AttentionDispatcher:
         sinks: torch.Tensor | None = None,
         written: bool = False,
     ) -> torch.Tensor:
-        """Attention of the wanted tokens [n, num_heads, head_size_v], where the layer `takes_wanted`.
+        """Compute the attention of the wanted tokens [n, num_heads, head_size_v] for a layer that `takes_wanted`.
 
-        All keys and values are stored first. To the backend it then is a step of the wanted tokens alone, behind a
-        cache that holds the others.
+        All keys and values are stored first. For the backend it is then a step of only the wanted tokens, with the
+        other tokens in the cache.
         """
         write, forward, cache, position = self._routes[layer.index]
         group, step = self.groups[position], self._step
@@ -294,7 +302,7 @@ class AttentionDispatcher:
     def breaking(
         self, names: Container[str], cut: Callable[[Callable[[], None]], None], *, zeroed: bool = False
     ) -> Attend:
-        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later.
+        """Return an `attend` for capturing, which hands the layers of the groups `names` to `cut` as later calls.
 
         Args:
             zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
@@ -344,7 +352,7 @@ class AttentionDispatcher:
         return forward(layer, query, key, value, cache, plan, out, sinks)
 
     def _plan_some(self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: FastPrefillBatch) -> Any:
-        """The plan of a group in a step with fast prefill; None where none of its tokens is wanted."""
+        """Plan a group in a step with fast prefill. Return None if none of its tokens is wanted."""
         if not group.fast_prefill:
             return self._plan(group, _seen_by(group, batches[group.batch]))
         return self._plan(group, wanted.batch(batches[group.batch])) if wanted.num_tokens else None
@@ -356,17 +364,20 @@ class AttentionDispatcher:
 
     @staticmethod
     def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
-        """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
+        """Return the backend's `write`, or None if `forward` writes or the layer reads another layer's cache."""
         return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write
 
 
 def _plan_here(group: AttentionGroup, batch: AttentionBatch) -> Any:
-    """A group's plan, on the current device."""
+    """Plan a group on the current device."""
     return group.backend.plan(batch)
 
 
 def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:
-    """The batch without its common prefix where the group serves none, as layers with a window over the same cache."""
+    """Return the batch as the group sees it, without its common prefix if the group serves none.
+
+    This is so for layers with a window over the same cache.
+    """
     if not batch.common_prefix_len or group.cascade:
         return batch
     return evolve(batch, common_prefix_len=0, common_prefix=None)

@@ -31,7 +31,7 @@ from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
 
 
 class DraftMetadata(NamedTuple):
-    """The drafts of a step as `ModelInputs` has them, and what attention sees of a tree."""
+    """The drafts of a step as `ModelInputs` has them, and the attention mask of a tree."""
 
     tree: DraftTree | None = None
     draft_positions: Int | None = None
@@ -41,14 +41,14 @@ class DraftMetadata(NamedTuple):
 
 
 class AttentionMetadataBuilder:
-    """Makes `ModelInputs` of `InputBatchCPU`; owns the ways to the devices.
+    """Builder of `ModelInputs` from `InputBatchCPU`, with the uploads to the devices.
 
     Args:
         feeds: to each pipeline stage.
         max_tokens, max_drafts: of a step, and of each request in it.
         has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
-        lora_slots: of adapters; 0 for an engine without.
-        cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
+        lora_slots: slots of adapters, 0 for an engine without adapters.
+        cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class AttentionMetadataBuilder:
             )
 
     def mark(self) -> None:
-        """All copies of the step's inputs have been started, those of plans too; the next step's wait for them."""
+        """Mark that all copies of the step's inputs, plans included, have started. The next step waits for them."""
         for feed in self.feeds:
             feed.staging.mark()
 
@@ -115,7 +115,7 @@ class AttentionMetadataBuilder:
         if shape is not None:
             host = host.pad(shape, null_row=self._rows.max_requests)
         positions, seq_lens = host.positions, host.seq_lens32
-        if host.pending is not None:  # on a CPU what is sent is a view, and the device changes it
+        if host.pending is not None:  # on a CPU an upload is a view, which the device would change
             positions, seq_lens = positions.copy(), seq_lens.copy()
         encoder_lens = (host.encoder_lens if self._encoder_groups else host.encoder_lens[:0]).astype(np.int32)
         first, last = self.feeds[0].staging, self.feeds[-1].staging
@@ -127,7 +127,7 @@ class AttentionMetadataBuilder:
             for feed in self.feeds
         ]
         states = self._states(host, sent[0]) if self._has_states else None
-        for feed in self.feeds:  # last of what graphs read: as long as what changed in the tables
+        for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
         lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)
@@ -192,7 +192,7 @@ class AttentionMetadataBuilder:
         )
 
     def _states(self, host: InputBatchCPU, sent: UploadedInputs) -> StateBatch:
-        """What state layers see; padded requests have no slot."""
+        """Build the batch of the state layers. Padded requests have no slot."""
         upload, requests = self.feeds[0].staging.upload, len(host.rows)
         padding = (0, len(host.seq_lens) - requests)
         accepted = self._rows.num_accepted[host.rows].astype(np.int32)
@@ -211,9 +211,9 @@ class AttentionMetadataBuilder:
         )
 
     def _sampling(self, host: InputBatchCPU) -> tuple[DraftMetadata, SamplingMetadata, torch.Tensor | None]:
-        """The drafts to judge, and the sampling parameters of the logits' rows, packed on the device where they matter.
+        """Build the drafts to verify, and the sampling parameters of the logits' rows, packed on the device if needed.
 
-        Where a step in flight verifies drafts, both are on the device or gathered once it was handed out.
+        If a step in flight verifies drafts, both are on the device, or gathered once that step was handed out.
         """
         upload = self.feeds[-1].staging.upload
         nodes, tree = host.draft_nodes, None if host.num_nodes is None else self._rows.tree
@@ -239,7 +239,7 @@ class AttentionMetadataBuilder:
         encoder_lens: Int32,
         tree: TreeMask | None,
     ) -> tuple[AttentionBatch, ...]:
-        """What attention sees, by stage and cache group."""
+        """Build the attention batches, by stage and cache group."""
         prefixes = host.prefixes
         return tuple(
             self._of_group(
@@ -269,7 +269,7 @@ class AttentionMetadataBuilder:
         )
 
     def _of_group(self, group: int, sent: UploadedInputs, encoder_lens: Int32, batch: AttentionBatch) -> AttentionBatch:
-        """The batch as the cache group sees it: all keys of an encoder, where it holds those."""
+        """Return the batch as the cache group sees it: with all keys of an encoder if the group holds those."""
         if group not in self._encoder_groups:
             return batch
         return evolve(
@@ -283,7 +283,7 @@ class AttentionMetadataBuilder:
 
 
 def _uncached(host: InputBatchCPU, sent: UploadedInputs) -> AttentionBatch:
-    """The batch of layers that keep nothing: a request's keys are its tokens of this step, and all see all."""
+    """Build the batch of layers without a cache: a request's keys are its tokens of this step, and all see all."""
     device, requests, tokens = sent.positions.device, len(host.seq_lens), host.batch_tokens
     return AttentionBatch(
         num_requests=requests,

@@ -1,12 +1,12 @@
 """Decode context parallelism: the keys of one request over several shards of the cache, each with attention of its own.
 
-A block of the pool is as many kernel blocks as there are shards, or a multiple; they go to the shards in turn, so that
-shard s of n holds a request's kernel blocks s, s + n, s + 2n, ... Each shard attends to the keys that it holds, and its
-log-sum-exp says how much that counts: outputs o_s with LSEs l_s merge to sum(exp(l_s) o_s) / sum(exp(l_s)), exactly
-(as in ring attention, Liu et al., arXiv 2310.01889; for decoding, Helix parallelism, arXiv 2507.07120).
+A block of the pool has one kernel block for each shard, or a multiple. They go to the shards in turn, so that shard s
+of n holds a request's kernel blocks s, s + n, s + 2n, ... Each shard attends to the keys that it holds, and its
+log-sum-exp says how much that counts: outputs o_s with LSEs l_s merge to sum(exp(l_s) o_s) / sum(exp(l_s)), exactly (as
+in ring attention, Liu et al., arXiv 2310.01889; for decoding, Helix parallelism, arXiv 2507.07120).
 
-To a shard each query token is a request of its own with one query token, whose length counts the keys of that shard
-alone. In a step of single tokens these are all keys. Where a request has more, its tokens' own keys are attended to
+For a shard each query token is a request of its own with one query token, whose length counts only the keys of that
+shard. In a step of single tokens these are all keys. If a request has more tokens, their own keys are attended to
 apart, in a small cache that holds a step, and the shards' keys are those of the steps before.
 """
 
@@ -29,7 +29,7 @@ Int = npt.NDArray[np.int64]
 
 @frozen(eq=False)
 class Shard:
-    """Where a part of the keys lies, and who attends to it."""
+    """Part of the keys on one device, with the attention backend for it."""
 
     backend: AttentionBackend
     device: str
@@ -37,12 +37,13 @@ class Shard:
 
 @frozen(eq=False)
 class ShardedPlan:
-    """One step.
+    """Plan of one step.
 
     Attributes:
         parts: each shard's plan.
-        has_keys: of each shard, [num_tokens] bool on the device, which tokens see a key there; None where none does.
-        fresh: the plan of the step's own keys; None where every request has one token.
+        has_keys: of each shard, [num_tokens] bool on the device, the tokens that see a key there. None if no token
+            does.
+        fresh: the plan of the step's own keys. None if every request has one token.
     """
 
     parts: list[Any]
@@ -51,7 +52,7 @@ class ShardedPlan:
 
 
 def local_lens(num_keys: Int, shard: int, num_shards: int, size: int) -> Int:
-    """How many of the first `num_keys` tokens [n] lie in a shard that has every `num_shards`-th piece of `size`."""
+    """Count the first `num_keys` tokens [n] that a shard holds, which has every `num_shards`-th piece of `size`."""
     rounds, rest = np.divmod(num_keys, num_shards * size)
     lens: Int = rounds * size + np.clip(rest - shard * size, 0, size)
     return lens
@@ -59,7 +60,7 @@ def local_lens(num_keys: Int, shard: int, num_shards: int, size: int) -> Int:
 
 @define(eq=False)
 class ContextShards:
-    """The backend of an attention group whose cache lies in shards. Implements `AttentionBackend`.
+    """Backend of an attention group whose cache is sharded. Implements `AttentionBackend`.
 
     Attributes:
         shards: in the order in which they hold kernel blocks.
@@ -81,7 +82,7 @@ class ContextShards:
     caches: Sequence[Mapping[int, KVCache]] = ()
 
     def plan(self, batch: AttentionBatch) -> ShardedPlan:
-        """Plans of all shards, and of the step's own keys."""
+        """Plan all shards, and the step's own keys."""
         count = batch.num_requests
         starts = batch.query_start_loc_cpu[: count + 1].astype(np.int64)
         lens = np.diff(starts)
@@ -117,14 +118,17 @@ class ContextShards:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention over all shards' keys and the step's own, merged; its natural LSE [num_heads, num_tokens]."""
+        """Compute attention over all shards' keys and the step's own, merged.
+
+        Returns its natural LSE [num_heads, num_tokens].
+        """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if plan.fresh is not None:
             if not self.writes_cache:
                 self.own.write(layer, key, value, self.scratch, plan.fresh)
             part = torch.empty_like(out)
             found.append((part, self._lse(self.own, layer, query, key, value, self.scratch, plan.fresh, part, sinks)))
-            sinks = None  # it counts once, beside keys that every token has
+            sinks = None  # it counts once, with keys that every token has
         for index, shard in enumerate(self.shards):
             has_keys, where = plan.has_keys[index], shard.device
             if has_keys is None and not self.writes_cache:
@@ -148,13 +152,13 @@ class ContextShards:
         return _merge(found, out)
 
     def _lse(self, backend: AttentionBackend, *arguments: Any) -> torch.Tensor:
-        """What a backend's forward returns, in base e."""
+        """Run a backend's forward pass and return its LSE in base e."""
         lse = backend.forward(*arguments)
         assert lse is not None  # it declares one, or negotiation would have refused it
         return lse if self.base == "e" else lse * float(np.log(2))
 
     def _of_shard(self, batch: AttentionBatch, index: int, of: Int, local: Int) -> AttentionBatch:
-        """The step as a shard sees it: tokens as requests."""
+        """Build the step as a shard sees it, with tokens as requests."""
         count, where, num_shards = len(of), torch.device(self.shards[index].device), len(self.shards)
         table = batch.block_table[:, index::num_shards] // num_shards  # the null block stays the null block
         if not table.shape[1]:  # no request is so long
@@ -180,9 +184,9 @@ class ContextShards:
         )
 
     def _of_step(self, batch: AttentionBatch, starts: Int, lens: Int) -> AttentionBatch:
-        """The step's own keys, as if they were all: request after request in the blocks of the scratch cache."""
+        """Build the batch of only the step's own keys: request after request in the blocks of the scratch cache."""
         blocks = -(-lens // self.size)
-        first = 1 + np.cumsum(blocks) - blocks  # behind the null block
+        first = 1 + np.cumsum(blocks) - blocks  # after the null block
         columns = np.arange(max(1, int(blocks.max(initial=0))))
         table = np.where(columns < blocks[:, None], first[:, None] + columns, 0).astype(np.int32)
         of = np.repeat(np.arange(len(lens)), lens)
@@ -199,7 +203,7 @@ class ContextShards:
 
 
 def _merge(found: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> torch.Tensor:
-    """Join outputs [T, H, D] by their natural LSEs [H, T] into `out`; the LSE of all."""
+    """Join outputs [T, H, D] by their natural LSEs [H, T] into `out`. Return the LSE of all."""
     whole = torch.stack([lse for _, lse in found]).logsumexp(0) if found else out.new_zeros(0)
     total = torch.zeros_like(out, dtype=torch.float32)
     for part, lse in found:

@@ -1,4 +1,4 @@
-"""Decode fast path: steps with the same requests as the step before, in the same order, one token each.
+"""Decode fast path: steps with the same requests as the previous step, in the same order, one token each.
 
 Only the blocks that its requests were given since are uploaded. Its tokens are placeholders, the same in each step
 (`PlaceholderTokens`). Positions, lengths and the counter of each random number grow by one. The device advances the
@@ -39,16 +39,16 @@ class _Last:
 
 
 class DecodeFastPath:
-    """Makes `ModelInputs` of a step that repeats the one before.
+    """Builder of `ModelInputs` for a step that repeats the previous step.
 
-    What changed in the tables is read by the kernel where the host writes it, since it is little, and a copy of its own
-    would hold the device up for longer.
+    The kernel reads changes of the tables directly from host memory, since they are small, and a separate copy would
+    hold up the device for longer.
 
     Args:
-        tables: of the device; the only ones.
+        tables: of the device, which must be the only tables.
         last_tokens: without drafts.
         device: torch device string.
-        before: waits until the device has read what the step before left on the host, its plans too.
+        before: waits until the device has read the previous step's host memory, its plans too.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class DecodeFastPath:
         prefixes: Sequence[int],
         adapters: AdapterUse,
     ) -> None:
-        """The device holds the inputs of a step, among them `token_ids` [num_padded_tokens]; what was there is gone."""
+        """Note that the device holds the inputs of a step, among them `token_ids` [num_padded_tokens].
+
+        Inputs that were kept before are gone.
+        """
         self._last, self._launches = None, []
         count = len(schedule.rows)
         if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
@@ -87,13 +90,13 @@ class DecodeFastPath:
             self._last = _Last(inputs, prefixes, adapters)
 
     def forget(self) -> None:
-        """What the device holds is no step's."""
+        """Note that the device holds the inputs of no step."""
         self._last = None
 
     def next(
         self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], adapters: AdapterUse
     ) -> ModelInputs | None:
-        """The inputs of a step that repeats the last one that was kept; None, and nothing done, for any other step."""
+        """Return the inputs of a step that repeats the last kept one. For any other step return None and do nothing."""
         last = self._last
         if last is None or not schedule.same_batch:
             return None
@@ -139,7 +142,7 @@ class DecodeFastPath:
         params: torch.Tensor | None,
         slots: torch.Tensor,
     ) -> Callable[[int, int], None]:
-        """Launches the kernel for one cache group; given where its changes begin, and their columns."""
+        """Return the kernel's launch for one cache group, called with the start of its changes and their columns."""
         from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
         from slotline.kernels.triton_launcher import as_pointer
 
@@ -161,7 +164,7 @@ class DecodeFastPath:
         return launch
 
     def _warm_up(self) -> None:
-        """Launch the kernel for a made-up request, so that no step waits for it; the null row's table is read."""
+        """Launch the kernel for a made-up request, so that no step waits for it. It reads the null row's table."""
         numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
         params = torch.zeros(1, PACKED_WIDTH, dtype=torch.int32, device=self._device)
         lens = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -170,7 +173,7 @@ class DecodeFastPath:
                 self._launcher(index, 1, numbers, lens, given, numbers.clone())(0, 0)
 
     def _changes(self, rows: Int) -> list[tuple[int, int]]:
-        """Write down for the kernel which tables changed; by cache group, where that begins, and their columns."""
+        """Write the changed tables for the kernel. Return the start and the columns of each cache group's changes."""
         found: list[tuple[int, int]] = []
         count, at = len(rows), 0
         for index, group in enumerate(self._groups):
@@ -197,11 +200,11 @@ def repeats_for(
     last_tokens: PlaceholderTokens | None,
     devices: Sequence[str],
 ) -> DecodeFastPath | None:
-    """What serves repeated steps of an engine over `devices`, by stage; None where each step is gathered anew.
+    """Build the fast path of an engine over `devices`, by stage, or return None if each step is gathered anew.
 
-    `staging` is what sends the steps that do not repeat. None as where the host knows a step's tokens, or an upper
-    bound of their number alone; on a CPU, where nothing has to travel; over several devices; and where layers read what
-    an encoder gave.
+    `staging` uploads the steps that do not repeat. Return None without async scheduling, with drafts (the host then
+    knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices, and if
+    layers read an encoder's output.
     """
     if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
         return None

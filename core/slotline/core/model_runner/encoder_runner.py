@@ -1,6 +1,6 @@
 """Encoding a step's items and putting their embeddings in the place of placeholder tokens.
 
-The device's side of the encoder cache: it keeps the tensors, encodes what a schedule asks for and drops what it says.
+The device's side of the encoder cache: it keeps the tensors, and encodes and drops the items that a schedule names.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ logger = logging.getLogger("slotline")
 
 @define(eq=False)
 class EncoderRunner:
-    """What the engine needs for inputs besides text.
+    """Encoder runs and embeddings for inputs besides text.
 
     Attributes:
-        model: encodes.
+        model: encodes items.
         reader: reads prompts.
-        cache: the scheduler's side.
+        cache: the scheduler's cache of encoder outputs.
         device: torch device string.
         chunked_prefill: whether a prompt's items may be encoded in several steps.
         outputs: embeddings [n, hidden_size] by the hash of their item.
@@ -77,7 +77,7 @@ class EncoderRunner:
 
     @torch.inference_mode()
     def run(self, schedule: SchedulerOutput) -> dict[str, Exception]:
-        """Drop and encode what a step says; returns, by hash, why an item could not be encoded."""
+        """Drop and encode the items of a step. Return, by hash, the errors of items that could not be encoded."""
         for mm_hash in schedule.dropped:
             del self.outputs[mm_hash]
         failed: dict[str, Exception] = {}
@@ -107,23 +107,26 @@ class EncoderRunner:
         return evolve(inputs, embeds=embeds, encoder_states=states, following=ahead)
 
     def embeds(self, schedule: SchedulerOutput) -> Embeds | None:
-        """The embeddings that the step's tokens take; None if they take none."""
+        """Return the embeddings that the step's tokens take, or None if they take none."""
         return self._embeds(schedule)
 
     def following(self, schedule: SchedulerOutput) -> Embeds | None:
-        """The embeddings of what follows the step's tokens, for drafters that look one token ahead.
+        """Return the embeddings of the tokens that follow the step's tokens, for drafters that look one token ahead.
 
-        What follows a request's last token of the step is among them where it belongs to an item of the step.
+        The token after a request's last token of the step is among them if it belongs to an item of the step.
         """
         return self._embeds(schedule, shift=1)
 
     def states(self, schedule: SchedulerOutput) -> torch.Tensor | None:
-        """What cross-attention stores in this step [n, hidden_size], in the batch's order; None for nothing."""
+        """Return the states [n, hidden_size] that cross-attention stores in this step, in batch order, or None."""
         found = [self.outputs[feature.mm_hash] for _, feature in schedule.features if feature.cross]
         return torch.cat(found) if found else None
 
     def made_up_states(self, num_requests: int) -> torch.Tensor | None:
-        """What cross-attention would store if so many requests began, with the longest encoders; None without any."""
+        """Make up the states for cross-attention if `num_requests` requests began with the longest encoder inputs.
+
+        Returns None without cross-attention.
+        """
         facts = self.model.facts
         if not facts.max_encoder_len:
             return None
@@ -146,17 +149,17 @@ class EncoderRunner:
         return held
 
     def reset(self) -> None:
-        """Forget all embeddings; no request may hold any."""
+        """Forget all embeddings. No request may hold any."""
         self.cache.reset()
         self.outputs.clear()
 
     def restore(self) -> None:
-        """Forget all embeddings, whoever holds them; requests that need them have them made again."""
+        """Forget all embeddings, even those that requests hold. Requests that need them have them encoded again."""
         self.cache.restore()
         self.outputs.clear()
 
     def check(self) -> None:
-        """Raise IntegrityError unless the embeddings kept are those that the cache counts, after a step."""
+        """Raise IntegrityError unless the kept embeddings are those that the cache counts, after a step."""
         if differ := self.outputs.keys() ^ self.cache.hashes:
             raise IntegrityError(f"encoder outputs and their cache differ on {sorted(differ)[0][:12]}")
 
@@ -178,7 +181,7 @@ class EncoderRunner:
         return Embeds(torch.from_numpy(np.concatenate(index)).to(self.device, non_blocking=True), torch.cat(values))
 
     def _overlaps(self, schedule: SchedulerOutput, shift: int) -> Iterator[tuple[Int, torch.Tensor]]:
-        """For each item of the step: which tokens take embeddings, or stand `shift` before such, and the embeddings."""
+        """Yield, for each item of the step, the tokens `shift` places before its embeddings, and the embeddings."""
         offsets = np.cumsum(schedule.num_scheduled) - schedule.num_scheduled - schedule.num_computed
         place = {row: i for i, row in enumerate(schedule.rows.tolist())}
         for row, feature in schedule.features:
@@ -199,7 +202,7 @@ def build_encoding(
     max_batched_tokens: int,
     chunked_prefill: bool,
 ) -> EncoderRunner:
-    """The encoding of a model, in the sizes that the configuration asks for."""
+    """Build the encoder runner of a model, in the sizes that the configuration sets."""
     largest = max(num_embeddings(model.example(modality.name), modality) for modality in facts.modalities)
     asked = config.max_tokens_per_step, config.cache_tokens
     per_step = max(max_batched_tokens, largest) if asked[0] == "auto" else asked[0]

@@ -28,11 +28,11 @@ WARM_UPS = 1
 
 @frozen(kw_only=True)
 class CaptureReport:
-    """What capturing took.
+    """Time and memory that capturing took.
 
     Attributes:
         shapes: captured shapes.
-        graphs: graphs that they consist of; more than shapes where attention breaks them.
+        graphs: graphs of these shapes, more than shapes if attention breaks them.
         memory: bytes of device memory.
         seconds: wall-clock time.
     """
@@ -43,7 +43,7 @@ class CaptureReport:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
@@ -78,12 +78,12 @@ class Recorder:
         self.graphs += 1
 
     def give_up(self) -> None:
-        """End a graph whose capture failed; what the device says of it is known already."""
+        """End a graph whose capture failed. The error is known already."""
         with suppress(RuntimeError):
             self.end()
 
     def cut(self, call: Callable[[], None]) -> None:
-        """Keep an eager call between what was captured so far and what follows."""
+        """Keep an eager call between the parts captured before and after it."""
         self.end()
         self.parts.append(call)
         self.begin()
@@ -116,7 +116,7 @@ class GraphCapture:
         """Leave the stream.
 
         Raises:
-            CapacityError: if the device ran out of memory; names what to lower.
+            CapacityError: if the device ran out of memory. It names the setting to lower.
             ModelError: if something cannot be captured.
         """
         self._around.close()
@@ -146,10 +146,10 @@ def note_lacking(
     replayed: bool,
     device: Device | None = None,
 ) -> None:
-    """Note the kernels that calls lack: each is captured once, which runs nothing, and dropped.
+    """Note the kernels that calls lack. Each call is captured once, which runs nothing, and dropped.
 
     Args:
-        calls: what each needs planned and copied is, when it is taken from here. Each is given its recorder.
+        calls: each is planned and its inputs are copied when it is taken from the iterable. Each is given its recorder.
         missing: where kernels are noted, see `compiling.leaving_out`.
         what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
         device: has graphs.
@@ -168,14 +168,14 @@ def note_lacking(
                 dropped.append(Recorder(capturing.pool, [], replayed=False))
                 with compiling.leaving_out(missing):
                     _record(dropped[-1], call)
-        except Exception as error:  # whatever a backend raises at a step that it may never see
+        except Exception as error:  # a backend may raise anything at a step that it may never see
             logger.info("the kernels of %s are not all compiled ahead: %s", what, error)
         dropped.clear()
     device.release_cached()
 
 
 def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
-    """Capture a call; the capture ends whatever happens."""
+    """Capture a call. The capture ends in any case."""
     recorder.begin()
     try:
         call(recorder)
@@ -189,7 +189,7 @@ def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
 def _no_collection() -> Iterator[None]:
     """Collect no garbage: that might free a tensor of the device, or a graph, in the middle of a capture.
 
-    What the host process has frozen stays frozen: one call would unfreeze it together with what is frozen here, so
+    Objects that the host process has frozen stay frozen: a call would unfreeze them with those frozen here, so
     nothing is frozen then. A collection that a library asks for takes longer for it.
     """
     gc.collect()

@@ -1,11 +1,11 @@
-"""Captured graphs: how a forward is captured, and its replay.
+"""Captured graphs: capture and replay of a forward pass.
 
 A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
-where a layer's attention or state cannot be captured, the capture ends before it, the call is kept, and a new one
-begins behind it. The other groups keep theirs. All captures share one memory pool, the largest first, results
-included: a replay overwrites those of the one before.
+if a layer's attention or state cannot be captured, the capture ends before it, the call is kept, and a new one begins
+after it. The other groups keep theirs. All captures share one memory pool, the largest first, results included: a
+replay overwrites the results of the previous replay.
 
-What changes from step to step is read from the staging buffers, whose addresses never change.
+Inputs that change from step to step are read from the staging buffers, whose addresses never change.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
 
 @frozen(eq=False)
 class CapturedGraph:
-    """One captured shape: what to call in order, and where the results lie.
+    """One captured shape: the calls in order, and the memory of the results.
 
     Attributes:
         parts: replays of graphs and eager calls between them.
-        addresses: of what the graphs read of a step's inputs.
-        hidden_states: [num_tokens, hidden_size]; logits: [num_tokens, vocab_size], or None for a mixed batch, whose
+        addresses: of the step's inputs that the graphs read.
+        hidden_states: [num_tokens, hidden_size]. logits: [num_tokens, vocab_size], or None for a mixed batch, whose
             wanted tokens differ from step to step.
         layers: [num_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
     """
@@ -58,8 +58,8 @@ class GraphRunner:
     """Captures shapes and replays them.
 
     Attributes:
-        shapes: what is captured.
-        report: what capturing took.
+        shapes: the captured shapes.
+        report: time and memory of the captures.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GraphRunner:
         """Capture every shape, once, before the first request.
 
         Raises:
-            CapacityError: if the device runs out of memory; names what to lower.
+            CapacityError: if the device runs out of memory. It names the setting to lower.
             ModelError: if a forward cannot be captured, or if the graphs are there already.
         """
         if self._captured:
@@ -123,9 +123,9 @@ class GraphRunner:
         )
 
     def replay(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Run a step whose inputs have a captured shape: what `CapturedGraph` has of all tokens.
+        """Run a step whose inputs have a captured shape. Return the results of all tokens in `CapturedGraph`.
 
-        The attention of the step must have been planned; the results are overwritten by the next replay.
+        The attention of the step must have been planned. The results are overwritten by the next replay.
 
         Raises:
             IntegrityError: if the shape was not captured, or the inputs are not where its graph reads them.
@@ -140,7 +140,7 @@ class GraphRunner:
         return captured.hidden_states, captured.logits, captured.layers
 
     def standing(self, shape: GraphShape) -> frozenset[str]:
-        """Attention groups, by name, that a replay of a shape runs by what was planned at its capture."""
+        """Return the names of the attention groups that a replay of a shape runs by the plans made at its capture."""
         found = self._standing.get(shape)
         if found is None:
             names = frozenset(group.name for group in self._router.groups if group.plan_once)
@@ -148,15 +148,15 @@ class GraphRunner:
         return found
 
     def states(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where a replay leaves hidden states and the inputs of layers, as in `CapturedGraph`."""
+        """Return the hidden states and the inputs of layers that a replay writes, as in `CapturedGraph`."""
         captured = self._captured[shape]
         return captured.hidden_states, captured.layers
 
     def made_up(self, shape: GraphShape) -> tuple[ModelInputs, Attend]:
-        """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
+        """Make up inputs of a shape that write to no block, at the addresses of all steps, and plan their attention."""
         rows = self._gatherer.rows
-        # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        # Short ones where no attention is captured and no state: all keys of so many requests would be read in vain. A
+        # The longest sequences: sizes that a backend derives from them, such as splits of the keys, must serve all
+        # replays. Short ones if no attention or state is captured: all keys of the requests would be read in vain. A
         # prefix that they share is as long as it may be, though, and they are longer.
         lens, broken = self._query_lens(shape), self._broken(shape)
         captured = any(group.name not in broken for group in self._groups())
@@ -173,7 +173,7 @@ class GraphRunner:
         return inputs, attend
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[CapturedGraph, int]:
-        """One shape, and the number of its graphs."""
+        """Capture one shape. Return it with the number of its graphs."""
         inputs, attend, advance = self._planned(shape)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend, advance)
@@ -193,7 +193,7 @@ class GraphRunner:
         return captured, recorder.graphs
 
     def _planned(self, shape: GraphShape) -> tuple[ModelInputs, Attend, Advance | None]:
-        """Made-up inputs of a shape, with the attention, adapters and states of the step planned."""
+        """Make up inputs of a shape, with the attention, adapters and states of the step planned."""
         (inputs, attend), advance = self.made_up(shape), None
         if self._adapters is not None:
             self._adapters.plan(inputs.lora_slots, inputs.single_slot)
@@ -203,14 +203,14 @@ class GraphRunner:
         return inputs, attend, advance
 
     def _recorded(self, shape: GraphShape) -> Callable[[Recorder], object]:
-        """What captures a shape's forward, planned."""
+        """Return the capture of a shape's planned forward pass."""
         inputs, attend, advance = self._planned(shape)
         return lambda recorder: self._record(recorder, shape, inputs, attend, advance)
 
     def _record(
         self, recorder: Recorder, shape: GraphShape, inputs: ModelInputs, attend: Attend, advance: Advance | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Capture a forward, broken where the shape's groups ask for it; what it returns is in the graphs' memory."""
+        """Capture a forward pass, broken at the shape's groups. The results are in the graphs' memory."""
         broken = self._broken(shape)
         attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
         if self._states is not None:
@@ -218,10 +218,10 @@ class GraphRunner:
         return self._forward(inputs, attend, advance)
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
-        """Query tokens of the made-up requests.
+        """Return the query tokens of the made-up requests.
 
-        Of a mixed batch whose attention is captured: as few and long requests as can be, beside requests without
-        query tokens, since a launch for these serves any other division of as many tokens. Each has a past, which a
+        A mixed batch whose attention is captured has the fewest and longest requests, and others without query tokens,
+        since a launch for these serves any other division of the same number of tokens. Each has a past, which a
         backend might serve in another way than a prompt that begins.
         """
         rows = self._gatherer.rows
@@ -241,7 +241,10 @@ class GraphRunner:
         return hidden, logits, None if self._taps is None else self._taps.take()
 
     def addresses(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Where the tokens lie, and what captured attention and states read: that is not in every mixed batch."""
+        """Return the addresses of the tokens and of the inputs of captured attention and states.
+
+        Not every mixed batch captures the latter.
+        """
         read, states = [inputs.input_ids, inputs.positions], inputs.states
         if inputs.shape is not None and inputs.shape.padded_requests:
             if states is not None:
@@ -252,7 +255,7 @@ class GraphRunner:
         return tuple(tensor.data_ptr() for tensor in read)
 
     def _broken(self, shape: GraphShape) -> frozenset[str]:
-        """The groups that break the graph of a shape."""
+        """Return the groups that break the graph of a shape."""
         phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
         cut = {group.name for group in self._groups() if not group.captured(phase)}
         if shape.cascade:

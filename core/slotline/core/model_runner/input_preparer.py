@@ -1,6 +1,6 @@
-"""Gathering a step's inputs from the rows.
+"""Gathering of a step's inputs from the rows.
 
-Example: requests with 2, 5 and 3 scheduled tokens give query_start_loc [0, 2, 7, 10]; the token at index 4 belongs to
+Example: requests with 2, 5 and 3 scheduled tokens give query_start_loc [0, 2, 7, 10]. The token at index 4 belongs to
 request 1, its position is that request's computed tokens plus 2.
 """
 
@@ -26,7 +26,7 @@ from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
 
 
 class InputPreparer:
-    """Builds `ModelInputs` with array operations alone; no loop over requests or tokens."""
+    """Builder of `ModelInputs` that uses only array operations, without a loop over requests or tokens."""
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class InputPreparer:
         *,
         adapters: AdapterUse = AdapterUse.NONE,
     ) -> ModelInputs:
-        """The inputs of a scheduled step, padded to a captured shape if given.
+        """Gather the inputs of a scheduled step, padded to a captured shape if given.
 
-        `prefixes` are the common prefixes to serve apart, by cache group; empty for none. `adapters` tells
-        for how many adapters the step is run.
+        `prefixes` are the common prefixes to serve apart, by cache group, empty for none. `adapters` is the use of
+        adapters that the step is run for.
 
-        Where a step in flight verifies drafts of a request, the host knows upper bounds alone. The device takes off
-        what fell, in place (`bounds.py`); what sampling reads is gathered once that step was handed out
-        (`speculation/async_spec_decode.py`).
+        If a step in flight verifies drafts of a request, the host knows only upper bounds. The device subtracts the
+        rejected drafts, in place (`rejected_token_correction.py`). Inputs of sampling are gathered once that step was
+        handed out (`speculation/async_spec_decode.py`).
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, adapters)) is not None:
@@ -100,7 +100,7 @@ class InputPreparer:
         if (drafts := (seq_lens - known)[complete]).any():
             logits_rows, draft_nodes = self._with_drafts(logits_rows, drafts)
             logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_nodes
-        places = positions  # in the cache; nodes of a tree share positions, not places
+        places = positions  # in the cache, as nodes of a tree share positions but not places
         slots = [
             self._slots(g, k, token_rows, places)
             if g.encoder_len is None
@@ -150,18 +150,19 @@ class InputPreparer:
         adapters: AdapterUse = AdapterUse.NONE,
         beginning: bool = False,
     ) -> ModelInputs:
-        """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
+        """Make up inputs of the given shape that write to no block, for profiling, warm-up and capture.
 
         State layers write the first slots, so that their work is measured too: no request may live then.
 
         Args:
             query_lens: tokens of each made-up request.
-            seq_len: tokens each pretends to have in the cache; its own query by default.
-            vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
-                of them; 1 gives token 0 alone.
+            seq_len: tokens that each request has in the cache, by default those of its own query.
+            vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all of
+                them. 1 gives only token 0.
             shape, prefixes: as in `gather`.
-            adapters: how many the tokens use: the first slot, or one slot after the other, whatever these hold.
-            beginning: whether all requests begin, so that cross-attention is given as many keys as there can be.
+            adapters: use of adapters by the tokens: the first slot, or one slot after the other. The slots may hold
+                anything.
+            beginning: whether all requests begin, so that cross-attention is given the most possible keys.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
@@ -196,7 +197,7 @@ class InputPreparer:
         return self.assembler.assemble(host, shape)
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
-        """Row and position of each token [num_tokens], and query_start_loc [num_requests + 1]."""
+        """Return row and position of each token [num_tokens], and query_start_loc [num_requests + 1]."""
         starts = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         if num_tokens == len(counts):  # one token each
@@ -205,7 +206,7 @@ class InputPreparer:
         return np.repeat(rows, counts), self._arange[:num_tokens] + offsets, starts
 
     def _with_drafts(self, rows: Int, drafts: Int) -> tuple[Int, Int]:
-        """Each row once for its last known token and once for each draft, and the drafts that each assumes."""
+        """Repeat each row for its last known token and for each draft. Return also the drafts that each assumes."""
         counts = drafts + 1
         ends = np.cumsum(counts)
         return np.repeat(rows, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -216,7 +217,7 @@ class InputPreparer:
         return slots
 
     def _encoder_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, encoder_len: Int) -> Int:
-        """The slots of all the encoder's tokens of `rows`, which begin in this step."""
+        """Return the slots of all the encoder's tokens of `rows`, which begin in this step."""
         counts = encoder_len[rows]
         token_rows, places, _ = self._expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
         return self._slots(group, kernel_block_size, token_rows, places)

@@ -1,7 +1,7 @@
-"""What an engine will launch, recorded and dropped, so that its kernels can be compiled side by side beforehand.
+"""Dry-run captures that collect the Triton kernels to compile in parallel at start-up.
 
-Attention of steps that no graph holds: what a backend launches depends on how many tokens each request has, how many
-have a past, and how many there are. And whole forward passes with the draws behind them.
+One part is the attention of eager steps: a backend's launches depend on the number of requests, their tokens and their
+pasts. The other part is whole forward passes with the draws after them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from slotline.kernels import triton_precompile as compiling
 from slotline.registry.contracts import AttentionLayer, Device
 
 DECODES = 4
-"""Requests with a single token that stand beside a prompt."""
+"""Requests with a single token in a batch with a prompt."""
 
 
 def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tuple[list[int], int | None]]:
-    """Query tokens of each request, and tokens that each has with its past; None for no past.
+    """Yield the query tokens of each request, and the tokens that each has with its past, or None for no past.
 
-    Prompts of every power of two alone, behind a past and beside single tokens, as many requests of a few tokens, as a
-    verifying step has, and of many, and a token behind every past: backends choose blocks of queries and splits of keys
-    by these.
+    The steps are prompts of every power of two alone, after a past and together with single tokens. Then numbers of
+    requests with few tokens, as in a verifying step, and with many, and a token after every past. Backends choose
+    blocks of queries and splits of keys by these.
     """
     most = min(max_tokens, max_model_len - 1)
     for past in powers_of_two(max_model_len):
@@ -50,7 +50,7 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Up to `most`, and `most`."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({*(1 << power for power in range(most.bit_length())), most})
 
 
@@ -65,7 +65,7 @@ def record_launches(
     """Note the kernels that attention lacks for steps of many sizes.
 
     Args:
-        router: its groups whose attention of any step can be captured are recorded; nothing runs.
+        router: its groups whose attention of any step can be captured are recorded. Nothing runs.
         gatherer: makes the steps up.
         dtype: of queries, keys and values.
         max_tokens: most tokens of a step.
@@ -86,7 +86,7 @@ def record_launches(
 
 
 def draws(num_rows: int, vocab_size: int, device: str) -> Callable[[Recorder], object]:
-    """What draws from so many rows of logits, greedily and with all that a draw can do, for `note_lacking`."""
+    """Return the draws from `num_rows` rows of logits, greedily and with all options of a draw, for `note_lacking`."""
     batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
 
@@ -101,12 +101,12 @@ def draws(num_rows: int, vocab_size: int, device: str) -> Callable[[Recorder], o
 def forwards(
     runner: ModelRunner, inputs: Iterable[ModelInputs], broken: Container[str]
 ) -> Iterator[Callable[[Recorder], object]]:
-    """What runs the forward pass of each step and gives its logits, for `note_lacking`.
+    """Yield the forward pass of each step with its logits, for `note_lacking`.
 
     Args:
         runner: without states, adapters or pooling.
         inputs: each is planned when it is taken. They may lie in the same memory.
-        broken: attention groups whose attention cannot be captured; it is left out.
+        broken: attention groups whose attention cannot be captured. It is left out.
     """
     for each in inputs:
         runner.plan(each)
@@ -114,7 +114,7 @@ def forwards(
 
 
 def _forward(runner: ModelRunner, inputs: ModelInputs, broken: Container[str], recorder: Recorder) -> None:
-    """A planned step's logits."""
+    """Compute a planned step's logits."""
     attend = runner.router.breaking(broken, recorder.cut)
     hidden = runner.forward(inputs, attend, inputs.logits_indices)
     if runner.taps is not None:
@@ -123,7 +123,7 @@ def _forward(runner: ModelRunner, inputs: ModelInputs, broken: Container[str], r
 
 
 def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype, recorder: Recorder) -> None:
-    """One layer's attention of made-up tokens, which lie as merged projections leave them."""
+    """Compute one layer's attention of made-up tokens, laid out as merged projections leave them."""
     layer: AttentionLayer = next((one for one in group.layers if one.shares_kv_with is None), group.layers[0])
     heads, size, size_v = layer.num_kv_heads, layer.head_size, layer.head_size_v
     widths = [layer.num_heads * size, heads * size, 0 if layer.mla else heads * size_v]

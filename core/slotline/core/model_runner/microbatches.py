@@ -1,9 +1,11 @@
-"""A step's forward pass in pieces, one behind the other: over pipeline stages the second piece runs on the first stage
-while the first piece is on the second.
+"""Microbatches: a step's forward pass in pieces, one after the other.
+
+Over pipeline stages the second piece runs on the first stage while the first piece is on the second.
 
 Example: a step of 10 tokens in two pieces, of requests with 3, 5 and 2: tokens 0 .. 4 are the first request and two
-tokens of the second, whose sequence then ends three tokens early; 5 .. 9 are its other three and the third request. The
-second piece finds the first one's keys in the cache, as a chunk of a prompt finds those of the chunk before.
+tokens of the second, whose sequence then ends three tokens early. Tokens 5 .. 9 are its other three and the third
+request. The second piece finds the first one's keys in the cache, as a chunk of a prompt finds those of the chunk
+before.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from slotline.registry.contracts import AttentionBatch
 
 @frozen
 class Microbatches:
-    """Which steps are cut, and where.
+    """Rule for the steps that are cut, and for their pieces.
 
     Attributes:
-        most: pieces of a step; 1 for steps as they are.
+        most: pieces of a step, 1 for uncut steps.
         min_tokens: fewest tokens of a piece.
     """
 
@@ -28,7 +30,10 @@ class Microbatches:
     min_tokens: int = 1
 
     def pieces(self, num_tokens: int, num_padded_tokens: int) -> tuple[slice, ...]:
-        """Token slices of a step, as even as can be; the last one is extended to the padded total. Empty if uncut."""
+        """Return token slices of a step, as even as possible, or nothing for an uncut step.
+
+        The last slice is extended to the padded total.
+        """
         count = min(self.most, num_tokens // self.min_tokens)
         if count < 2:
             return ()
@@ -37,12 +42,12 @@ class Microbatches:
 
 
 def cut(batch: AttentionBatch, piece: slice) -> AttentionBatch:
-    """What attention sees of a step's tokens `piece`: their requests, each up to its last token in the piece.
+    """Return the attention batch of a step's tokens `piece`: their requests, each up to its last token in the piece.
 
-    Layers of type ``decoder`` alone can be cut so, and no trees. A common prefix is given up.
+    Only layers of type ``decoder`` can be cut like this, and no trees. A common prefix is given up.
     """
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1]
-    end = min(piece.stop, int(starts[-1]))  # what follows is padding
+    end = min(piece.stop, int(starts[-1]))  # the rest is padding
     first = int(np.searchsorted(starts, piece.start, "right")) - 1
     last = max(int(np.searchsorted(starts, end, "left")), first + 1)
     own_starts = np.clip(starts[first : last + 1], piece.start, end) - piece.start
@@ -70,6 +75,6 @@ def cut(batch: AttentionBatch, piece: slice) -> AttentionBatch:
 
 
 def places_in(places: npt.NDArray[np.int64], piece: slice) -> slice:
-    """Which of the ascending token `places` [n] lie in a piece."""
+    """Return the slice of the ascending token `places` [n] that lie in a piece."""
     first, end = np.searchsorted(places, (piece.start, piece.stop)).tolist()
     return slice(first, end)

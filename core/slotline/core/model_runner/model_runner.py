@@ -1,7 +1,7 @@
-"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; what it calls was built for it.
+"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name. Its parts were built for it.
 
 A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
-starts what follows it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
+starts the work after it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
 log-probabilities of a prompt are asked for.
 """
 
@@ -42,11 +42,11 @@ from slotline.registry.contracts import Model, MultimodalModel, TokenSampler
 
 Int = npt.NDArray[np.int64]
 NONE_SPOILED: frozenset[int] = frozenset()
-_PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
+_PROMPT_LOGITS_AT_A_TIME = 256  # rows of the vocabulary, to bound the memory of prompt log-probabilities
 
 
 class ModelRunner:
-    """Runs steps; the same functions serve profiling, warm-up and real requests.
+    """Runner of steps. The same functions serve profiling, warm-up and real requests.
 
     Attributes:
         staging: of the device where tokens are sampled.
@@ -115,7 +115,7 @@ class ModelRunner:
         self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
 
     def run(self, inputs: ModelInputs) -> StepOutput:
-        """One step from end to end."""
+        """Run one step from end to end."""
         return self.finish(self.sample(self.launch(inputs)))
 
     @torch.inference_mode()
@@ -158,9 +158,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
-        """Start what follows the forward pass: logits, processors, the draws, and their way to the host; or pooling.
+        """Start the work after the forward pass: logits, processors, draws and their download, or pooling.
 
-        All tokens before must be known: processors look at them.
+        All earlier tokens must be known, since processors read them.
         """
         inputs, scope = launched.inputs, self.profiler.scope
         if self.pooling is not None:
@@ -234,7 +234,7 @@ class ModelRunner:
         return evolve(processed, logits=logits, touched=np.ones(len(logits), bool))
 
     def finish(self, sampling: PendingSample | PendingPooling) -> StepOutput:
-        """Wait for a step's answers, or for its tokens, and see which of them stand."""
+        """Wait for a step's answers, or for its tokens, and keep the accepted ones."""
         if isinstance(sampling, PendingPooling):
             with self.profiler.scope("wait"):
                 return sampling.wait(count_nans=self.count_nans, nan_cause=self.nan_cause)
@@ -276,7 +276,7 @@ class ModelRunner:
         )
 
     def forward(self, inputs: ModelInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
+        """Run the model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
@@ -296,15 +296,15 @@ class ModelRunner:
         return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
 
     def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
-        """The step's tokens [num_padded_tokens] int64, those of a step in flight included."""
+        """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""
         return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
 
     def _forward_or_replay(
         self, inputs: ModelInputs, attend: Attend, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`.
+        """Compute hidden states, and logits if a graph holds them: of all num_padded_tokens when replayed or `whole`.
 
-        And the inputs of the layers that a drafter reads, always of all tokens.
+        The third result are the inputs of the layers that a drafter reads, always of all tokens.
         """
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
@@ -314,13 +314,16 @@ class ModelRunner:
         return hidden, None, None if self.taps is None else self.taps.take()
 
     def _standing(self, inputs: ModelInputs) -> frozenset[str]:
-        """Attention groups whose plans were made at the capture: a drafter attends behind the replay too."""
+        """Return the attention groups whose plans were made at the capture.
+
+        There are none with a drafter, which attends after the replay too.
+        """
         if inputs.shape is None or self.graphs is None or self.drafting is not None:
             return frozenset()
         return self.graphs.standing(inputs.shape)
 
     def _pieces(self, inputs: ModelInputs) -> tuple[slice, ...]:
-        """The token slices that the forward pass is cut into; empty for a replay, and where it gives scales."""
+        """Return the token slices of the forward pass. They are empty for a replay, and if the pass gives scales."""
         if self.router.calculating is not None or (inputs.shape is not None and self.graphs is not None):
             return ()
         return self.microbatches.pieces(inputs.num_tokens, inputs.num_padded_tokens)
@@ -328,7 +331,7 @@ class ModelRunner:
     def _forward_pieces(
         self, inputs: ModelInputs, pieces: Sequence[slice], plans: Sequence[StepPlans], *, whole: bool
     ) -> torch.Tensor:
-        """Hidden states as of `forward`: of the wanted tokens, or of all if `whole`, piece after piece."""
+        """Run `forward` piece after piece: hidden states of the wanted tokens, or of all if `whole`."""
         token_ids, hidden, embeds = self.token_ids(inputs), [], None
         if inputs.embeds is not None:
             model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
@@ -342,7 +345,7 @@ class ModelRunner:
         return torch.cat(hidden)
 
     def _states_for(self, drafting: DraftRunner, launched: ForwardOutput, states: torch.Tensor) -> dict[str, Any]:
-        """What a drafter reads of the model: of the logits rows, and of all tokens where it reads these."""
+        """Return the states that a drafter reads: of the logits rows, and of all tokens if it reads those."""
         inputs, layers = launched.inputs, launched.layers
         own = HiddenStates(
             last=states if drafting.needs_hidden_states else None,
@@ -388,7 +391,7 @@ class ModelRunner:
         )
 
     def _wanted(self, launched: ForwardOutput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logits [num_logits, ...] of the tokens that sample."""
+        """Return hidden states and logits [num_logits, ...] of the tokens that sample."""
         inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
         if inputs.shape is None and not launched.whole:
             return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
@@ -399,17 +402,17 @@ class ModelRunner:
         return states, logits[wanted]
 
     def _compute_logits(self, states: torch.Tensor, inputs: ModelInputs, indices: torch.Tensor) -> torch.Tensor:
-        """Logits of the hidden states of some of the step's tokens."""
+        """Compute logits of the hidden states of some of the step's tokens."""
         if self.adapters is not None and inputs.lora_slots is not None:
             self.adapters.plan_head(inputs.lora_slots, indices, inputs.single_slot)
         return self.model.compute_logits(states)
 
     def _keeps_final(self, inputs: ModelInputs) -> bool:
-        """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
+        """Return whether this step needs the logits that its tokens are drawn from, in addition to the tokens."""
         return inputs.rejections is not None or (not self.raw_logprobs and inputs.scored is not None)
 
     def _reject(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: ModelInputs) -> torch.Tensor:
-        """The tokens [num_logits] after rejection sampling, where it applies."""
+        """Return the tokens [num_logits] after rejection sampling, if it applies."""
         if inputs.rejections is None or final is None or self.drafting is None or self.drafting.probabilities is None:
             return tokens
         return reject(final, tokens, self.drafting.probabilities, inputs.rejections)
@@ -420,7 +423,7 @@ class ModelRunner:
         return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
 
     def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
-        """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
+        """Score the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
         starts = inputs.query_start_loc_cpu
         result = {}
         for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():

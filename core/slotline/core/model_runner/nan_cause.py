@@ -1,4 +1,4 @@
-"""What to say of a request whose logits, or whose answer, are NaN."""
+"""Explanation of NaN in a request's logits or answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checks of what attention and state backends give, layer by layer.
+"""Checks of the outputs of attention and state backends, layer by layer.
 
-They run in the made-up steps before the first request, where a fault ends the start. Where `observability` asks for
+They run in the made-up steps before the first request, where a fault ends the start. If `observability` asks for
 integrity checks they run in every eager step too. There a fault ends the requests whose logits it reaches, or the step
-if a backend changed what it was only shown.
+if a backend changed its inputs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FIX = "name another backend, and tell the author of this one (`slotline conform
 
 @define(eq=False)
 class OutputChecks:
-    """Looks at outputs, and remembers the first that is wrong.
+    """Checks outputs, and remembers the first wrong output.
 
     Attributes:
         strict: whether a wrong output is raised at once.
-        found: what was wrong, with the plugin's name; None for nothing.
+        found: the first error, with the plugin's name. None for no error.
     """
 
     strict: bool
@@ -44,12 +44,12 @@ class OutputChecks:
         """Look at one layer's output, which was filled with NaN before.
 
         Args:
-            plugin: its name and who brings it.
+            plugin: its name and package.
             inputs: query, key and value.
             returned: what `forward` returned.
 
         Raises:
-            ContractError: if it is wrong, where the checks are strict.
+            ContractError: if it is wrong and the checks are strict.
         """
         own = out[: int(batch.query_start_loc_cpu[batch.num_requests])]
         if not bool(own.sum(dtype=torch.float32).isnan()) or not all(_finite(tensor) for tensor in inputs):
@@ -65,10 +65,10 @@ class OutputChecks:
         self._tell(what)
 
     def state(self, plugin: str, layer: StateLayer, tokens: torch.Tensor, found: object) -> None:
-        """Look at one state layer's output; `tokens` is an input with a row for each token.
+        """Check one state layer's output. `tokens` is an input with a row for each token.
 
         Raises:
-            ContractError: if it is no tensor with as many rows, or is NaN where the checks are strict.
+            ContractError: if it is no tensor with the same number of rows, or holds NaN under strict checks.
         """
         what = f"{plugin} gave, for state layer {layer.name!r},"
         if not isinstance(found, torch.Tensor):
@@ -90,7 +90,7 @@ class OutputChecks:
 
 @define(eq=False)
 class ShownBatch:
-    """A copy of a batch, to see whether a backend changed what it was shown."""
+    """A copy of a batch, to see whether a backend changed it."""
 
     batch: AttentionBatch | StateBatch
     _kept: dict[str, Any]
@@ -102,7 +102,7 @@ class ShownBatch:
         return cls(batch, kept)
 
     def check(self, plugin: str, method: str) -> None:
-        """Raise ContractError if the batch has changed since; it names the plugin and what it wrote to."""
+        """Raise ContractError if the batch has changed since. The error names the plugin and the changed field."""
         for name, value in _of(self.batch):
             kept = self._kept[name]
             equal = torch.equal(kept, value) if isinstance(value, torch.Tensor) else np.array_equal(kept, value)

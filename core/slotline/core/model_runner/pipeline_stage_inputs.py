@@ -1,4 +1,4 @@
-"""What each pipeline stage reads of a step, on its way to the stage's device; one stage reads everything."""
+"""Inputs of each pipeline stage, and their upload to the stage's device. A single stage reads everything."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Int32 = npt.NDArray[np.int32]
 
 
 class UploadedInputs(NamedTuple):
-    """Tensors of one step on a feed's device; `slot_mappings` by cache group of the feed.
+    """Tensors of one step on a stage's device, with `slot_mappings` by cache group of the stage.
 
-    `encoder_lens` are [num_requests] int32, empty where nothing is read of an encoder.
-    `common_prefixes` are [num_cache_groups] int32, of all cache groups, empty where no group has one.
+    `encoder_lens` are [num_requests] int32, empty if nothing of an encoder is read. `common_prefixes` are
+    [num_cache_groups] int32, of all cache groups, empty if no group has one.
     """
 
     positions: torch.Tensor
@@ -34,12 +34,12 @@ class UploadedInputs(NamedTuple):
 
 @frozen(eq=False)
 class StageInputs:
-    """The way to one stage's device.
+    """Uploads to one stage's device.
 
     Attributes:
         staging: of the device.
         tables: of the cache groups that are read there.
-        cache_groups: which these are; a later stage has those of its own layers, the first one has all.
+        cache_groups: indices of these groups. A later stage has those of its own layers, the first stage has all.
     """
 
     staging: TransferBuffer
@@ -55,10 +55,10 @@ class StageInputs:
         encoder_lens: Int32,
         prefixes: Sequence[int],
     ) -> UploadedInputs:
-        """Upload what attention reads beside block tables; `slots` and `prefixes` are by cache group.
+        """Upload the inputs of attention except block tables. `slots` and `prefixes` are by cache group.
 
-        What has a size for each token comes before what has one for each request, since graphs of mixed batches read
-        the former alone and take any number of requests.
+        Arrays with an entry for each token come before those with an entry for each request, since graphs of mixed
+        batches read only the former and take any number of requests.
         """
         upload = self.staging.upload
         return UploadedInputs(

@@ -1,7 +1,7 @@
-"""Upper bounds made exact on the device.
+"""Correction of upper bounds on the device.
 
-Where a step in flight verifies drafts of a request, the host counts all of them as if they stood. What fell is known on
-the device alone, which takes it off the next step's lengths, positions and slots.
+If a step in flight verifies drafts of a request, the host counts all of them as accepted. Only the device knows the
+rejected ones, and subtracts them from the next step's lengths, positions and slots.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slotline.registry.contracts import DeviceOps, StateBatch
 
 
 class Bounds(NamedTuple):
-    """Where the device finds what fell.
+    """Indices of the rejected drafts for the requests and tokens of a step.
 
     Attributes:
-        which: [num_requests + 1] int64, the row of each request, padded ones included, and of padded tokens; one that
-            nothing falls of where its numbers are exact.
-        owner: [num_padded_tokens] int64, which of these each token belongs to.
+        which: [num_requests + 1] int64, the row of each request, padded ones included, and of padded tokens. It is
+            `null_row`, which has no rejected drafts, if the numbers are exact.
+        owner: [num_padded_tokens] int64, the entry of `which` that each token belongs to.
     """
 
     which: torch.Tensor
@@ -37,7 +37,10 @@ class Bounds(NamedTuple):
 def upload_bounds(
     host: InputBatchCPU, pending: npt.NDArray[np.bool_], null_row: int, staging: TransferBuffer
 ) -> Bounds:
-    """The bounds of a step; `pending` [num_requests] tells whose numbers are such, and nothing falls of `null_row`."""
+    """Upload the bounds of a step.
+
+    `pending` [num_requests] marks requests whose lengths are upper bounds. `null_row` is never corrected.
+    """
     requests = len(host.rows)
     which = np.full(len(host.seq_lens) + 1, null_row)
     which[:requests] = np.where(pending, host.rows, null_row)
@@ -57,7 +60,7 @@ def subtract_rejected(
     kernel_block_sizes: Sequence[int],
     ops: DeviceOps | None = None,
 ) -> None:
-    """Make bounds exact, in place: `fallen` [max_requests + 1] drafts of each row's step before left no token behind.
+    """Make bounds exact, in place.
 
     The forward pass waits for it.
     """

@@ -1,9 +1,9 @@
-"""State layers as the model sees them: one callable that routes each layer to its backend and its slots.
+"""State layers as the model sees them: a callable that routes each layer to its backend and its slots.
 
 A request's slot is its row: a row is held from admission to the end, so slots need no pool, no table and no counting,
 and a step finds them without a look-up. The price is memory for every row from the start, which `explain` and the
 memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros. Slots
-behind those of the rows hold checkpoints (`slotline.core.kv_cache.state_checkpoints`).
+after those of the rows hold checkpoints (`slotline.core.kv_cache.state_checkpoints`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Int = npt.NDArray[np.int64]
 class StateGroup:
     """State layers of one kind and the backend that was built for them.
 
-    `plugin` is the backend's name and who brings it.
+    `plugin` is the backend's name and package.
     """
 
     name: str
@@ -45,13 +45,13 @@ class StateDispatcher:
     """Plans each group once per step and then serves the layers' calls.
 
     Args:
-        groups: what was built.
+        groups: the built backends with their layers.
         states: by layer index.
         num_slots: in each of their tensors.
-        device: where they lie.
+        device: of the states.
 
     Attributes:
-        checks: of what backends give in eager steps; None for none.
+        checks: of the outputs of backends in eager steps. None for no checks.
     """
 
     checks: OutputChecks | None = None
@@ -68,7 +68,7 @@ class StateDispatcher:
         }
 
     def plan(self, batch: StateBatch) -> Advance:
-        """Host work of every group for this step; returns the callable that the model's layers call."""
+        """Plan every group for this step on the host. Return the callable that the model's layers call."""
         shown = None if self.checks is None else ShownBatch.of(batch)
         self._plans = [group.backend.plan(batch) for group in self.groups]
         self._batch = batch
@@ -78,16 +78,16 @@ class StateDispatcher:
 
     @property
     def advancing(self) -> Advance:
-        """What the model's layers call in an eager step that is planned."""
+        """The callable of the model's layers in a planned eager step."""
         return self.advance if self.checks is None else self._advance_checked
 
     def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One layer under the step's plans: its output, one row for each token."""
+        """Run one layer under the step's plans and return its output, one row for each token."""
         forward, state, position = self._routes[layer.index]
         return forward(layer, inputs, state, self._plans[position])
 
     def _advance_checked(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """As `advance`; the backend's output and its batch are looked at."""
+        """Run one layer as `advance`, and check the backend's output and batch."""
         if self.checks is None or is_captured():
             return self.advance(layer, inputs)
         plugin, shown = self.groups[self._routes[layer.index][2]].plugin, ShownBatch.of(self._batch)
@@ -97,7 +97,7 @@ class StateDispatcher:
         return found
 
     def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Advance:
-        """An `advance` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""
+        """Return an `advance` for capturing, which hands the layers of the groups `names` to `cut` as later calls."""
         broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
 
         def advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -119,7 +119,7 @@ class StateDispatcher:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot to another, in every layer; behind what was started and before what follows."""
+        """Copy a slot to another in every layer, after the work that was started and before later work."""
         for group in self.groups:
             for layer in group.layers:
                 group.backend.copy(layer, self.state(layer), source, target)
@@ -129,7 +129,7 @@ class StateDispatcher:
         """Make the states those after the accepted tokens of the last step, in every layer.
 
         Args:
-            rows: [num_requests] of that step, in its order; -1 for those whose tokens all count.
+            rows: [num_requests] of that step, in its order, -1 for those whose tokens all count.
             accepted: [num_requests] tokens.
         """
         pair = torch.from_numpy(np.stack([rows, accepted]).astype(np.int32)).to(self._device, non_blocking=True)
@@ -137,13 +137,13 @@ class StateDispatcher:
 
     @torch.inference_mode()
     def commit_there(self, rows: torch.Tensor, accepted: torch.Tensor) -> None:
-        """The same with what the device alone knows: [num_requests] int32 each."""
+        """Commit accepted tokens that only the device knows: [num_requests] int32 each."""
         for group in self.groups:
             for layer in group.layers:
                 group.backend.commit(layer, self.state(layer), rows, accepted)
 
     def state(self, layer: StateLayer) -> State:
-        """The layer's tensors [num_slots, *shape] by name."""
+        """Return the layer's tensors [num_slots, *shape] by name."""
         return self._routes[layer.index][1]
 
 

@@ -25,11 +25,11 @@ class StepProfiler:
         self._off = nullcontext()
 
     def scope(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside under `name`."""
+        """Time the code inside under `name`."""
         return self._timed(name) if self.enabled else self._off
 
     def reset(self) -> None:
-        """Forget what was timed."""
+        """Forget the measured times."""
         self.seconds.clear()
         self.counts.clear()
 

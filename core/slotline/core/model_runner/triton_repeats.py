@@ -1,4 +1,4 @@
-"""The inputs of the next step of the same requests in Triton, where those of the step before lie."""
+"""Inputs of the next step of the same requests in Triton, in place of those of the previous step."""
 
 # mypy: ignore-errors
 
@@ -19,20 +19,23 @@ def _go_on(
     positions,  # [n] int64
     seq_lens,  # [n] int32
     counters,  # [n, 4] int64, the last of each row a counter of random numbers
-    sent,  # int32, on the host; from `at` on each request's place among the tables that changed or -1, then these
+    sent,  # int32, on the host: from `at` on each request's index among the changed tables or -1, then these tables
     rows,  # [n] int64
     table,  # [max_requests + 1, table_width] int32
     taken,  # [>= n, table_width] int32, the tables of the step's rows
     slots,  # [n] int64
     at,
-    num_values,  # columns of each table that changed, the first ones; 0 where none did
+    num_values,  # first columns of each changed table, 0 if no table changed
     table_width,
     block_size: tl.constexpr,
     first: tl.constexpr,
     drawn: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Grid (n,): one program for a request of one token. The first cache group's launch moves what all groups read."""
+    """Move each request of one token to its next token. The grid is (n,).
+
+    The first cache group's launch moves the inputs that all groups read.
+    """
     here = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + here)
     if first:

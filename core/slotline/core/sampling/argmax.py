@@ -8,9 +8,9 @@ from slotline.kernels.triton_support import has_triton
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest entries of each row [n, vocab_size], as `argmax` gives it: [n] int64.
+    """Return the first of the largest entries of each row [n, vocab_size], as `argmax` gives it: [n] int64.
 
-    Few rows are cut into parts on a GPU, where torch gives each row to one multiprocessor and the others are idle.
+    Few rows are cut into parts on a GPU. Torch gives each row to one multiprocessor and leaves the others idle.
     NaN counts as infinity.
     """
     if logits.is_cuda and has_triton():

@@ -1,4 +1,4 @@
-"""Banning tokens by a bitmask: one bit for each token of the vocabulary, 1 where it may come next."""
+"""Ban of tokens by a bitmask: one bit for each token of the vocabulary, 1 if it may come next."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _AT_A_TIME = 2**16
 """Logits."""
 _MINUS_INFINITY = np.float32(-np.inf).view(np.int32)
 _KEPT_BITS: Int32 = -((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int32)
-"""[256, 8] for each byte of a mask: all bits of a number whose token is allowed, none of the others'."""
+"""[256, 8] for each byte of a mask: all bits of a number whose token is allowed, no bit of the others."""
 
 
 class TokenBitmask:
     """Bitmasks of some rows of logits, on the host, to be applied on the logits' device.
 
-    For a CUDA device they are written into pinned memory, which travels there in one copy that nothing waits for;
-    torch's allocator gives the memory to no one else before the copy is over.
+    For a CUDA device they are written into pinned memory, which is copied asynchronously in one piece. Torch's
+    allocator does not hand out the memory again before the copy is over.
 
     Attributes:
         words: [num_rows, ceil(vocab_size / 32)] int32, all ones until written to.
@@ -38,14 +38,14 @@ class TokenBitmask:
         self.places = array[num_rows * width :]
 
     def ban(self, rows: npt.NDArray[np.bool_], token_ids: tuple[int, ...]) -> None:
-        """Ban tokens in some rows of the bitmask."""
+        """Mark tokens as banned in some rows of the bitmask."""
         for token in token_ids:
             self.words.view(np.uint32)[rows, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)
 
     def apply(self, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """The logits [n, vocab_size] with minus infinity for every token that is banned.
+        """Return the logits [n, vocab_size] with minus infinity for every banned token.
 
-        The input is changed only if it may be, `in_place`, which saves reading and writing all of it on a GPU.
+        The input is changed only if `in_place` is set. This saves a read and a write of all logits on a GPU.
         """
         if logits.device.type == "cpu":
             return self._apply_on_host(logits, in_place=in_place)
@@ -63,8 +63,11 @@ class TokenBitmask:
         return result
 
     def _apply_on_host(self, logits: torch.Tensor, *, in_place: bool) -> torch.Tensor:
-        """By arithmetic on the numbers' bits: a choice for each number, which no processor foresees, takes ten times as
-        long. A few rows at a time, so that what is made on the way stays in a core's cache."""
+        """Apply the bitmask on a CPU by arithmetic on the numbers' bits.
+
+        A branch for each number cannot be predicted by the processor and takes ten times as long. A few rows are done
+        at a time, so that temporary arrays stay in a core's cache.
+        """
         own = in_place and logits.is_contiguous()
         result = logits if own else logits.clone(memory_format=torch.contiguous_format)
         bits, eights, vocab_size = result.numpy().view(np.int32), self.words.view(np.uint8), logits.shape[1]
@@ -83,14 +86,14 @@ class TokenBitmask:
         return result
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The words and the places, sent in one copy."""
+        """Send the words and the places in one copy."""
         flat = self._flat.to(device, non_blocking=True)
         num_rows, width = self.words.shape
         return flat[: num_rows * width].view(num_rows, width), flat[num_rows * width :]
 
 
 def unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """What bitmasks [num_rows, ceil(vocab_size / 32)] int32 ban, [num_rows, vocab_size] bool, in torch."""
+    """Unpack the banned tokens of bitmasks [num_rows, ceil(vocab_size / 32)] int32: [num_rows, vocab_size] bool."""
     eights = words.view(torch.uint8).view(len(words), -1, 1)
     bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=words.device))
     return ((eights & bit) == 0).view(len(words), -1)[:, :vocab_size]

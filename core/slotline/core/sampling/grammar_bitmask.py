@@ -20,13 +20,13 @@ logger = logging.getLogger("slotline")
 
 @define(kw_only=True, eq=False)
 class GrammarBitmasks:
-    """What is asked of the plugin in one step, and where the answer goes.
+    """Request for the plugin's masks of one step, and the place of its answer.
 
     Attributes:
-        bitmask: of the logits rows with a grammar; `masked` [num_logits] says which these are, of permanent rows
-            `logits_rows` [num_logits].
-        rows: [m] permanent rows; `states` and `drafts` theirs.
-        firsts: [m] the first place of each in `bitmask`; `counts` [m] places behind it, one for each draft.
+        bitmask: of the logits rows with a grammar. `masked` [num_logits] marks these rows, and `logits_rows`
+            [num_logits] are the permanent rows of all logits.
+        rows: [m] permanent rows, with their `states` and `drafts`.
+        firsts: [m] the first place of each row in `bitmask`. `counts` [m] more places follow it, one for each draft.
         filling: the plugin's work in another thread, if it was given to one.
     """
 
@@ -41,16 +41,16 @@ class GrammarBitmasks:
     filling: Future[None] | None = None
 
     def fill(self, backend: StructuredOutput) -> None:
-        """Write all masks. Raises whatever the plugin does."""
+        """Write all masks. Raises any exception of the plugin."""
         backend.fill(self.states, self.drafts, self.firsts.tolist(), self.bitmask.words)
 
     def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:
-        """Write the masks, or wait for the thread that does; where that fails, each row's alone.
+        """Write the masks, or wait for the thread that writes them. If that fails, write each row's mask by itself.
 
         Errors are traced to one of the `plugins`.
 
         Returns:
-            For rows that fail again, why.
+            The reasons for rows that fail again.
         """
         try:
             if self.filling is None:

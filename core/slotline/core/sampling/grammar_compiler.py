@@ -16,7 +16,7 @@ _LOOKS_UP = 0.02
 
 
 class GrammarCompiler:
-    """Compiles constraints beside the steps. A request whose grammar is not compiled is not scheduled.
+    """Compiles constraints while steps run. A request whose grammar is not compiled is not scheduled.
 
     The plugin is built for the first request that needs it, or by `build`: importing its package and reading the
     vocabulary takes a moment that most runs need not spend.
@@ -49,7 +49,7 @@ class GrammarCompiler:
         return len(self._waiting)
 
     def knows(self, constraint: Constraint) -> bool:
-        """Whether a constraint is compiled, or is being compiled."""
+        """Return whether a constraint is compiled or being compiled."""
         return constraint in self._compiled
 
     def submit(self, request: Request, constraint: Constraint) -> None:
@@ -70,11 +70,11 @@ class GrammarCompiler:
     def collect(
         self, *, idle: bool, gives_way: Callable[[], bool] = lambda: False
     ) -> tuple[list[Request], list[tuple[Request, BaseException]]]:
-        """The requests whose grammar has been compiled since the last call, and those whose cannot be.
+        """Return the requests whose grammar was compiled since the last call, and those whose grammar cannot be.
 
         Args:
-            idle: whether there is nothing else to do, so that waiting for the first one is right.
-            gives_way: asked now and then while it waits, whether somebody else has something to do by now.
+            idle: there is nothing else to do, so wait for the first grammar.
+            gives_way: called now and then while waiting. True ends the wait, since there is other work.
         """
         self._own_process.refuse_others()
         futures = [future for _, future in self._waiting.values()]
@@ -94,11 +94,11 @@ class GrammarCompiler:
         return ready, failed
 
     def is_waiting(self, request: Request) -> bool:
-        """Whether a request's grammar is not compiled yet, or cannot be."""
+        """Return whether a request's grammar is not compiled yet, or cannot be compiled."""
         return request.request_id in self._waiting
 
     def grammar(self, request: Request) -> Any:
-        """The compiled grammar of a request that `collect` gave and that has not ended."""
+        """Return the compiled grammar of a request that `collect` returned and that has not ended."""
         return self._ready[request.request_id]
 
     def retain(self, unfinished: Mapping[str, Request]) -> None:
@@ -109,6 +109,6 @@ class GrammarCompiler:
         self._ready = {request_id: grammar for request_id, grammar in self._ready.items() if request_id in unfinished}
 
     def forget(self, request: Request) -> None:
-        """The request ends; what is being compiled is kept for others."""
+        """Forget a request that ends. A grammar that is being compiled is kept for others."""
         self._waiting.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)

@@ -1,7 +1,7 @@
 """The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for.
 
 What a processor does wrong ends the requests that it does it to, and no other. The step pays for that only when
-something changed the logits: one look at their largest number, whose result travels with the tokens.
+something changed the logits: their largest number is checked, and the result is sent with the tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
 
 FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
-"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned.
+"""Marks in place of a token: the logits could not be processed, hold NaN or infinity, or are all banned.
 
-`NAN_LOGITS` is the fourth: the model itself gave NaN.
+`NAN_LOGITS` is the fourth mark: the model itself gave NaN.
 """
 
 
@@ -45,7 +45,7 @@ FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
 class ProcessorSlot:
     """A built processor and the rows that it has work for, [max_requests] bool, and how many those are.
 
-    `source` is who brings the plugin.
+    `source` is the package of the plugin.
     """
 
     name: str
@@ -56,19 +56,19 @@ class ProcessorSlot:
     num_active: int = 0
 
     def set_active(self, row: int, active: bool) -> None:
-        """Whether there is work for a row from now on."""
+        """Set whether there is work for a row from now on."""
         self.num_active += int(active) - int(self.active[row])
         self.active[row] = active
 
 
 @frozen(kw_only=True, eq=False)
 class Processed:
-    """Logits behind the processors.
+    """Logits after the processors.
 
     Attributes:
-        logits: [n, vocab_size] float32; `raw` the same before any of them.
-        touched: [n] bool, which rows of the logits some processor had work for; None for none.
-        errors: by place in the batch, why those logits could not be processed.
+        logits: [n, vocab_size] float32. `raw` are the logits before any processor.
+        touched: [n] bool, the rows of the logits that some processor had work for. None means no row.
+        errors: by place in the batch, the reason for logits that could not be processed.
     """
 
     logits: torch.Tensor
@@ -77,9 +77,11 @@ class Processed:
     errors: dict[int, str] = field(factory=dict)
 
     def mark(self, tokens: torch.Tensor, *, all_greedy: bool = False) -> torch.Tensor:
-        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for.
+        """Return the tokens [n] sampled from the logits, with a negative mark where none can be sampled.
 
-        `all_greedy` says that each is the place of its row's largest logit, or of NaN, so that nothing is looked for.
+        Nothing is waited for. `all_greedy` says that each token is the place of its row's largest logit, or of NaN, so
+        that no search is needed.
+
         """
         if self.touched is None:
             return tokens
@@ -103,9 +105,9 @@ class Processed:
         return marked
 
     def mark_in_torch(self, tokens: torch.Tensor, touched: torch.Tensor | None, *, all_greedy: bool) -> torch.Tensor:
-        """The tokens of `touched` rows [n] bool (None for all) marked by what their logits are."""
+        """Mark the tokens of `touched` rows [n] bool (None for all) by the state of their logits."""
         if self.logits.device.type == "cpu" and bool(self.logits.amax(dim=-1).isfinite().all()):
-            return tokens.clone()  # mostly; where the largest stands takes ten times as long to find
+            return tokens.clone()  # the usual case: finding the largest logit takes ten times as long
         if all_greedy:
             best, place = self.logits.gather(1, tokens[:, None]).squeeze(1), tokens
         else:
@@ -117,7 +119,7 @@ class Processed:
 
 @frozen(eq=False)
 class LogitsRows:
-    """What a step's logits belong to: see `ProcessorPipeline.apply`."""
+    """The rows of a step's logits: see `ProcessorPipeline.apply`."""
 
     rows: Int
     draft_nodes: Int | None
@@ -146,10 +148,10 @@ class ProcessorPipeline:
         self._defaults = SamplingParams().as_mapping()
 
     def validate(self, request: Request) -> None:
-        """Let every processor check the request, and refuse parameters that nobody here handles.
+        """Let every processor check the request, and refuse parameters that no processor handles.
 
         Raises:
-            RequestError: naming the parameter, its value and what is allowed.
+            RequestError: naming the parameter, its value and the allowed values.
             PluginError: if a processor fails in another way.
         """
         params = request.params.as_mapping()
@@ -170,10 +172,10 @@ class ProcessorPipeline:
                 slot.processor.validate(params)
 
     def companion(self, request: Request) -> Companion | None:
-        """What is computed beside a request that was validated.
+        """Return the companion that is computed together with a validated request.
 
         Raises:
-            RequestError: if two processors ask for one.
+            RequestError: if two processors ask for a companion.
             PluginError: if a processor fails in another way.
         """
         found: list[Companion] = []
@@ -190,10 +192,10 @@ class ProcessorPipeline:
         return found[0] if found else None
 
     def admit(self, request: Request) -> None:
-        """A request took its row.
+        """Tell the processors that a request took its row.
 
         Raises:
-            ContractError: if a floor is none.
+            ContractError: if a processor returns an invalid floor (NaN or above 0).
         """
         row = request.row
         params = {**request.params.as_mapping(), "seed": int(self._rows.seed[row])}
@@ -209,7 +211,7 @@ class ProcessorPipeline:
             slot.set_active(row, bool(slot.processor.admit(row, params, list(request.prompt_token_ids))))
 
     def release(self, row: int) -> None:
-        """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
+        """Release the request of `row` in every processor. Failures are logged, and the other processors go on."""
         for slot in self.slots:
             if slot.active[row]:
                 slot.set_active(row, False)
@@ -229,14 +231,15 @@ class ProcessorPipeline:
     ) -> Processed:
         """Process the logits of a step.
 
-        If a processor fails, the logits that it fails on are found by processing each row of them alone.
+        If a processor fails, each of its rows is processed by itself to find the logits that it fails on.
 
         Args:
             logits: [n, vocab_size] float32, which are not changed.
             rows: [n] permanent rows.
-            draft_nodes: [n], which of its row's drafts each stands behind, as in `ModelInputs`; None for none.
-            companions: [n] place of each one's companion, -1 without one; None for none at all.
-            all_greedy: whether the most likely token is all that is wanted.
+            draft_nodes: [n], the draft of its row that each position follows, as in `ModelInputs`. None means no
+                drafts.
+            companions: [n] place of each row's companion, -1 without a companion. None means no companions at all.
+            all_greedy: whether only the most likely tokens are wanted.
         """
         slots = self._working(rows, all_greedy=all_greedy)
         if not slots:
@@ -252,7 +255,7 @@ class ProcessorPipeline:
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
     def has_work(self, rows: Int, *, all_greedy: bool) -> bool:
-        """Whether `apply` would look at logits of `rows` [n]."""
+        """Return whether `apply` would look at logits of `rows` [n]."""
         return bool(self._working(rows, all_greedy=all_greedy))
 
     def failures(
@@ -263,10 +266,12 @@ class ProcessorPipeline:
         grammars: npt.NDArray[np.bool_] | None = None,
         nan_cause: str = "",
     ) -> dict[int, str]:
-        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
+        """Return the reason, by row, for each of `rows` [n] that has a negative mark for a token.
 
-        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is what to say of
-        rows whose logits are NaN before any processor.
+        `errors` [n] are the reasons that are already known.
+
+        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is the reason to
+        give for rows whose logits are NaN before any processor.
         """
         found: dict[int, str] = {}
         for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
@@ -279,7 +284,7 @@ class ProcessorPipeline:
         return found
 
     def _working(self, rows: Int, *, all_greedy: bool) -> list[ProcessorSlot]:
-        """The processors with work for some of `rows`."""
+        """Return the processors with work for some of `rows`."""
         return [
             slot
             for slot in self.slots
@@ -289,7 +294,7 @@ class ProcessorPipeline:
         ]
 
     def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows, which: Int) -> torch.Tensor:
-        """The rows at the places `which` [m] of a step's logits `raw` [n, vocab_size], processed: [m, vocab_size]."""
+        """Process the rows at the places `which` [m] of a step's logits `raw` [n, vocab_size]: [m, vocab_size]."""
         logits = raw.clone() if len(which) == len(raw) else raw[which]
         for slot in slots:
             wanted = slot.active[step.rows[which]]
@@ -305,7 +310,10 @@ class ProcessorPipeline:
     def _run_alone(
         self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Each row of the logits processed without the others, or left as it was, and why, by place."""
+        """Process each row of the logits by itself, and leave it unchanged on failure.
+
+        Returns the logits, and the reasons of the failures by place.
+        """
         result, errors = raw.clone(), dict[int, str]()
         for i in range(len(raw)):
             try:
@@ -315,7 +323,7 @@ class ProcessorPipeline:
         return result, errors
 
     def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
-        """What a processor is told of the rows at the places `which` of a step's logits `raw`."""
+        """Build a processor's batch of the rows at the places `which` of a step's logits `raw`."""
         rows = step.rows[which]
         draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]
         drafts, draft_positions, others = None, draft_nodes, None
@@ -353,10 +361,10 @@ def _brought(slot: ProcessorSlot) -> str:
 
 
 def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-    """What a processor makes of logits.
+    """Apply a processor to logits.
 
     Raises:
-        ContractError: if it has another form.
+        ContractError: if the result has another shape or dtype.
     """
     want = (logits.shape, logits.dtype, logits.device)
     found = slot.processor.apply(logits, batch)

@@ -12,7 +12,7 @@ import torch
 from slotline.core.sampling.argmax import argmax
 
 NAN_LOGITS = -4
-"""What stands in place of a token whose row of logits holds NaN."""
+"""Mark in place of a token whose row of logits holds NaN."""
 
 
 def argmax_checked(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -35,7 +35,7 @@ def marked_nan(tokens: torch.Tensor, holds_nan: torch.Tensor | None, *, marks: b
     """Return the tokens [n] int64 with `NAN_LOGITS` where rows hold NaN.
 
     Args:
-        marks: whether other marks may stand among the tokens, which stay.
+        marks: whether there may be other marks among the tokens. These are kept.
     """
     if holds_nan is None:
         return tokens

@@ -1,4 +1,4 @@
-"""Where the pairs of a step lie among its logits: requests, and the companions that share their tokens."""
+"""Places of a step's guided requests among its logits, and of the companions that share their tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pairs:
     """The pairs of a step.
 
     Attributes:
-        companions: [n] int64, for each row of the logits the place of its companion; -1 without one.
+        companions: [n] int64, for each row of the logits the place of its companion, or -1 without a companion.
     """
 
     companions: Int
@@ -25,14 +25,14 @@ class Pairs:
     _followers: torch.Tensor = field(repr=False)
 
     def follow(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [n] int64 with each leader's for its companion."""
+        """Return tokens [n] int64 with each leader's token for its companion."""
         return tokens.index_copy(0, self._followers, tokens[self._leaders])
 
 
 def pairs_of(rows: RequestTable, which: Int, device: torch.device) -> Pairs | None:
-    """The pairs among the permanent rows `which` [n] of a step's logits; None without any.
+    """Return the pairs among the permanent rows `which` [n] of a step's logits, or None without any.
 
-    A row whose request has just ended, while its step was in flight, has no partner any more.
+    A row whose request has just ended, while its step was in flight, no longer has a partner.
     """
     if not rows.paired:
         return None

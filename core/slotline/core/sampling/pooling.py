@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Int = npt.NDArray[np.int64]
 UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False)
-"""What stands in for the sampling parameters of a request that samples nothing."""
+"""Sampling parameters of a request that samples nothing."""
 _OUTPUTS: Mapping[str | None, type[PoolingOutput]] = {"embed": EmbeddingOutput, "classify": ClassificationOutput}
 
 
@@ -35,10 +35,10 @@ class Pooling:
         task: of the engine.
         pooler: the model's.
         hidden_size: of the model.
-        device: torch device string; what is kept between the chunks of a prompt lies there.
+        device: torch device string, where states are kept between the chunks of a prompt.
 
     Raises:
-        ContractError: if the pooler asks for a method that there is not.
+        ContractError: if the pooler asks for an unknown method.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Pooling:
 
     @property
     def whole_prompt(self) -> bool:
-        """Whether every position of a prompt must be computed, so that no cached prefix may be taken."""
+        """True if every position of a prompt must be computed, so that no cached prefix may be taken."""
         return self._gatherer.whole_prompt
 
     def adjust(self, params: PoolingParams) -> PoolingParams:
-        """A request's parameters with the model's choice where they leave it open.
+        """Return a request's parameters, completed with the model's choices.
 
         Raises:
-            RequestError: if the model cannot do what they ask.
+            RequestError: if the model cannot serve them.
         """
         return self._pooler.adjust(params)
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """[n] int64, the tokens whose hidden states `run` needs; None for all."""
+        """Return the tokens [n] int64 whose hidden states `run` needs, or None for all."""
         return self._gatherer.wanted(inputs)
 
     def run(self, inputs: ModelInputs, hidden: torch.Tensor) -> PendingPooling:
@@ -97,7 +97,7 @@ class Gatherer(Protocol):
         ...
 
     def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] float32, the pooled states of the requests in `inputs.logits_rows`."""
+        """Return the pooled states [n, hidden_size] float32 of the requests in `inputs.logits_rows`."""
         ...
 
 
@@ -107,28 +107,29 @@ class LastToken:
     whole_prompt = False
 
     def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
-        """Nothing to prepare."""
+        """Do nothing, as there is nothing to prepare."""
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """The last token of each completed prompt."""
+        """Return the last token of each completed prompt."""
         return inputs.logits_indices
 
     def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """The states as they come."""
+        """Return the states in float32."""
         return hidden.float()
 
 
 class _Kept:
-    """What a request's earlier chunks gave, by permanent row: [max_requests, hidden_size] float32 on the device."""
+    """States of the earlier chunks of requests, by permanent row: [max_requests, hidden_size] float32 on the device."""
 
     def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
         self._states = torch.zeros((rows.max_requests, hidden_size), device=device)
 
     def update(self, inputs: ModelInputs, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Keep what `merge` makes of the step's requests; returns that of the completed ones [n, hidden_size].
+        """Keep the result of `merge` for the step's requests. Return that of the completed ones [n, hidden_size].
 
-        `merge` gets what was kept [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
-        that starts over after preemption has not: what its first attempt left, or another's, does not count.
+        `merge` gets the kept states [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
+        that starts over after preemption has not begun: the states of its first attempt, or of another request, do not
+        count.
         """
         states = self._states
         begun = to_device(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
@@ -146,11 +147,11 @@ class FirstToken:
         self._kept = _Kept(rows, hidden_size, device)
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """The first token of each chunk."""
+        """Return the first token of each chunk."""
         return inputs.query_start_loc[: len(inputs.rows)].long()
 
     def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """A prompt's first chunk decides."""
+        """Return the states of each prompt's first chunk."""
         states = hidden.float()  # [num_requests, hidden_size]
         return self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, states))
 
@@ -165,11 +166,11 @@ class Mean:
         self._rows = rows
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """All tokens."""
+        """Return None: all tokens are needed."""
         return None
 
     def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """The step's sums by request, added to those of its earlier chunks, all in float32."""
+        """Sum the step's states by request and add those of its earlier chunks, all in float32."""
         counts = to_device(inputs.num_scheduled, hidden.device)
         # `unsafe` leaves out a check of the counts that would wait for the device.
         sums = torch.segment_reduce(hidden[: inputs.num_tokens].float(), "sum", lengths=counts, axis=0, unsafe=True)
@@ -184,12 +185,12 @@ _GATHERERS: Mapping[str, type[Gatherer]] = {"last": LastToken, "cls": FirstToken
 def params_by_task(
     params: SamplingParams | PoolingParams, pooling: Pooling | None, tasks: Sequence[str]
 ) -> tuple[SamplingParams, PoolingParams | None]:
-    """What a request samples by and what it pools by, if the engine runs that task.
+    """Return the sampling and the pooling parameters of a request, if the engine runs that task.
 
     Args:
         params: the request's.
-        pooling: the engine's, None where it generates.
-        tasks: what the model serves; an engine runs one of them.
+        pooling: of the engine, None if it generates.
+        tasks: the model's tasks. An engine runs one of them.
 
     Raises:
         RequestError: for another task than the engine's, for none, or for parameters that the model refuses.
@@ -215,7 +216,7 @@ def _other_task(asked: str | None, runs: str, tasks: Sequence[str]) -> RequestEr
 
 
 def pooling_output(request: Request) -> PoolingRequestOutput[PoolingOutput]:
-    """The public form of a pooling request."""
+    """Return the public form of a pooling request."""
     params, vector = request.pooling_params, request.pooled
     assert params is not None
     return PoolingRequestOutput(

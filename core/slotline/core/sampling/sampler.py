@@ -2,12 +2,12 @@
 
 Order of operations: logits processors, then temperature, then the floor of those that have one (min-p), top-k, top-p,
 then one draw per row. The draw is the inverse of the cumulative distribution, in token order, at a number that depends
-on nothing but the request's seed and the token's position, so a request's text does not change with the batch around
-it, with chunked prefill or with preemption; a sample that is thrown away needs no rewinding of a generator.
+on nothing but the request's seed and the token's position. So a request's text does not change with the batch around
+it, with chunked prefill or with preemption. A discarded sample needs no rewinding of a generator.
 
-On a CUDA device with Triton two kernels do all of it, elsewhere torch; they keep the same tokens and draw from the same
-distribution with the same number, and differ only where the rounding of a sum moves a boundary past that number.
-Nothing here waits for the device: a step's parameters go there in one array, see `SamplingMetadata.packed`.
+On a CUDA device with Triton two kernels do all of it, and elsewhere torch does. Both keep the same tokens and draw from
+the same distribution with the same number, and differ only where the rounding of a sum moves a boundary past that
+number. Nothing here waits for the device. A step's parameters are sent in one array, see `SamplingMetadata.packed`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def sample(
     """Sample every row, without waiting for the device.
 
     Args:
-        logits: [n, vocab_size] float32, after the logits processors; not changed.
-        params: `batch.packed()` on the device, or None where all rows are greedy.
+        logits: [n, vocab_size] float32, after the logits processors. They are not changed.
+        params: `batch.packed()` on the device, or None if all rows are greedy.
         keep_final: whether the logits that are drawn from are wanted.
 
     Returns:
-        Token ids [n] int64 on the device, and the logits that they were drawn from (scaled and masked; greedy rows as
-        given), or None if not wanted. A row with NaN or without any finite logit gets some token of the vocabulary.
+        Token ids [n] int64 on the device, and the logits that they were drawn from (scaled and masked, greedy rows as
+            given), or None if not wanted. A row with NaN or without any finite logit gets some token of the vocabulary.
     """
     drawn = sample_checked(logits, batch, params, keep_final=keep_final)
     return drawn.tokens, drawn.final
@@ -64,7 +64,7 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
     """Run the sampler once at full size on random logits, so that its memory is part of the profile.
 
     Raises:
-        CapacityError: if the device runs out of memory; names what to lower.
+        CapacityError: if the device runs out of memory. It names the setting to lower.
     """
     batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
@@ -80,7 +80,7 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
 
 
 def made_up_batch(num_rows: int, vocab_size: int) -> SamplingMetadata:
-    """Parameters of rows that ask for all that a draw can do."""
+    """Make up parameters of rows that use every option of a draw."""
     return SamplingMetadata(
         rows=np.arange(num_rows),
         positions=np.zeros(num_rows, np.int64),

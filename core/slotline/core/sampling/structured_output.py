@@ -1,9 +1,9 @@
-"""Structured output: which tokens a request's grammar lets come next, by permanent row.
+"""Structured output: the tokens that a request's grammar allows next, by permanent row.
 
-The masks of a step are made while its forward pass runs: where every token before them is known when it starts, in a
-thread of their own if they are many; else, under asynchronous scheduling, once those are handed out, while the device
-is busy. Drafts are walked, one mask for each, and the state goes back to where it was. A grammar advances by the tokens
-that are handed out and by nothing else, so preemption and rejected drafts need no care.
+The masks of a step are made while its forward pass runs. If every earlier token is known when the pass starts, many
+masks are made in a thread of their own. Otherwise, under asynchronous scheduling, they are made once those tokens are
+handed out, while the device is busy. Drafts are walked with a mask for each, and the state is rolled back afterwards. A
+grammar advances by the tokens that are handed out and by nothing else, so preemption and rejected drafts need no care.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ WORTH_A_THREAD = 2**21
 
 
 class StructuredOutputs:
-    """The plugin's states of all rows, and what the steps ask of them.
+    """The plugin's states of all rows, and the masks that steps ask for.
 
     Attributes:
-        name: the plugin's; `source` who brings it.
-        compiler: where requests wait for their grammars.
+        name: of the plugin, from the package `source`.
+        compiler: compiles the grammars that requests wait for.
         active: [max_requests] bool, rows with a grammar.
     """
 
@@ -79,7 +79,7 @@ class StructuredOutputs:
         self._filling: Future[None] | None = None
 
     def validate(self, request: Request) -> None:
-        """Refuse what the plugin cannot do, as far as that can be seen at once.
+        """Refuse constraints that the plugin cannot serve, as far as this is known at once.
 
         Raises:
             RequestError: with the position of the error.
@@ -89,7 +89,7 @@ class StructuredOutputs:
             self.check(request.params.structured_outputs.constraint)
 
     def check(self, constraint: Constraint) -> None:
-        """The same for a constraint."""
+        """Check that the plugin takes a constraint."""
         kind = constraint.kind
         if refusal := self._capabilities.constraints.refusal(kind):
             raise RequestError(
@@ -110,7 +110,7 @@ class StructuredOutputs:
         return f"; {self.name!r} is brought by {self.source}" if self.source else ""
 
     def admit(self, request: Request) -> None:
-        """A request took its row, and its grammar is compiled."""
+        """Start the state of a request that took its row. Its grammar is compiled."""
         if request.params.structured_outputs is not None:
             state = self.compiler.backend.start(self.compiler.grammar(request))
             if texts := list(misfits_of(GRAMMAR_STATE, self._capabilities, state)):
@@ -123,10 +123,10 @@ class StructuredOutputs:
             self.active[request.row] = True
 
     def resume(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Make the state of a request's row anew, as it is behind the output `token_ids`.
+        """Rebuild the state of a request's row as it was after the output `token_ids`.
 
         Raises:
-            ContractError: if the plugin refuses them; they were handed out.
+            ContractError: if the plugin refuses these tokens, which were already handed out.
         """
         self._settle()
         state = self.compiler.backend.start(self.compiler.grammar(request))
@@ -142,15 +142,18 @@ class StructuredOutputs:
         self.active[row] = False
 
     def release(self, request: Request) -> None:
-        """The request leaves, be it from a row or before it got one; its grammar is forgotten once it has ended."""
+        """Release a request, from its row or before it got one.
+
+        Its grammar is forgotten once the request has ended.
+        """
         if request.params.structured_outputs is not None and request.row >= 0:
             self.clear(request.row)
 
     def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
-        """Ask for the masks of a step's logits; None where none of its rows has a grammar.
+        """Ask for the masks of a step's logits. Return None if none of its rows has a grammar.
 
-        All tokens before must be known. `beside` has a thread make the masks while the caller does other things, if
-        they are worth it.
+        All earlier tokens must be known. With `beside`, a thread makes the masks while the caller does other things, if
+        there are enough of them.
         """
         self._settle()
         rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
@@ -183,9 +186,9 @@ class StructuredOutputs:
         return masks
 
     def apply(self, processed: Processed, masks: GrammarBitmasks | None, *, keep_raw: bool) -> Processed:
-        """The logits with every token banned that a grammar does not let come next.
+        """Return the logits with every token banned that a grammar does not allow next.
 
-        `keep_raw` says that the model's own logits are read afterwards, banned tokens' too.
+        `keep_raw` says that the model's own logits are read afterwards, also those of banned tokens.
         """
         if masks is None:
             return processed
@@ -201,10 +204,10 @@ class StructuredOutputs:
         return evolve(processed, logits=logits, touched=touched, errors=errors)
 
     def advance(self, rows: Int, token_ids: npt.NDArray[np.int32], stopped: Sequence[int]) -> dict[int, str | None]:
-        """Advance the grammars of distinct rows [n] by a token each; not of those that a stop token or text `stopped`.
+        """Advance the grammars of distinct rows [n] by a token each, except rows that a stop token or text `stopped`.
 
         Returns:
-            Rows whose text is over: None where it is complete, else what went wrong.
+            Rows whose text is over: None if it is complete, else the error.
         """
         over: dict[int, str | None] = {}
         bound = self.active[rows]
@@ -222,13 +225,15 @@ class StructuredOutputs:
         return over
 
     def draft(self, rows: Int, most: int) -> None:
-        """Draft what the grammars of rows [n] force, up to `most` tokens each; where they force nothing, cut the drafts
-        that are there from the first one on that is banned, which cannot stand.
+        """Draft the tokens that the grammars of rows [n] force, up to `most` for each row.
+
+        If a grammar forces nothing, cut the row's existing drafts from the first banned one on, which cannot be
+        accepted.
 
         Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
 
-        None of these drafts is verified by rejection sampling. Which are cut hangs on what was drawn, so those that are
-        left were not drawn from the distribution that the drafter names, and the text would lean towards them.
+        None of these drafts is verified by rejection sampling. The cut depends on the drawn drafts, so the remaining
+        drafts do not follow the distribution that the drafter names, and the text would lean towards them.
         """
         self._rows.draft_entry[rows[self.active[rows]]] = -1
         most = most if (tree := self._rows.tree) is None else min(most, tree.num_chained)
@@ -245,12 +250,12 @@ class StructuredOutputs:
                     self._rows.draft(np.array([row]), np.array([forced]), np.array([count]), forced=True)
                 elif self._rows.num_drafts[row]:
                     self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
-            except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
+            except Exception:  # a plugin's code may raise anything, and a mask that fails ends the request
                 logger.exception("structured-output plugin %r failed on drafts", self.name)
                 self._rows.num_drafts[row] = 0
 
     def _settle(self) -> None:
-        """Wait for the masks of a step that nobody applied, since its forward pass failed: states have one user."""
+        """Wait for the masks of a step whose forward pass failed, since states may have only one user."""
         if self._filling is not None:
             wait([self._filling])
             self._filling = None
@@ -274,12 +279,13 @@ def build_structured_output(
     rows: RequestTable,
     config: StructuredOutputConfig,
 ) -> StructuredOutputs:
-    """Structured output with a plugin, which is built now if the configuration names it, else when it is needed.
+    """Build structured output with a plugin.
+
+    The plugin is built now if the configuration names it, else when it is first needed.
 
     Raises:
         PluginError: if a named plugin cannot be built.
     """
-
     compiler = GrammarCompiler(
         partial(registry.build, descriptor, context), threads=config.compile_threads, capacity=config.cached_grammars
     )

@@ -14,20 +14,22 @@ from slotline.kernels.triton_launcher import Launch, Launcher
 
 MANY_ROWS = 32
 PARTS, FEW_PARTS = 64, 8
-"""Of a row; and where there are more than `MANY_ROWS`."""
+"""Parts of a row, and parts if there are more than `MANY_ROWS` rows."""
 BLOCK, WARPS = 2048, 4
 
 
 @triton.jit(do_not_specialize=["size"])
 def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
-    """Grid (rows, parts): `found` [rows, 2, parts], the largest entries of the parts and, int32, the first place of
-    each."""
+    """Find the largest entry of each part, and its first place: `found` [rows, 2, parts], the places as int32.
+
+    The grid is (rows, parts).
+    """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    each = tl.cdiv(tl.cdiv(size, parts), block) * block  # so that a part begins where a wide load may
+    each = tl.cdiv(tl.cdiv(size, parts), block) * block  # aligns each part for wide loads
     start = part * each
     end = tl.minimum(start + each, size)
     best = tl.full([block], -float("inf"), tl.float32)
-    place = start + tl.zeros([block], tl.int32)  # of a part without an entry behind all others
+    place = start + tl.zeros([block], tl.int32)  # a part without an entry ranks last
     for first in tl.range(start, end, block):
         at = first + tl.arange(0, block)
         values = tl.load(logits + row * row_stride + at, mask=at < end, other=-float("inf")).to(tl.float32)
@@ -42,7 +44,7 @@ def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["kept"])
 def _best_part(logits, row_stride, found, out, stand_ins, table, host, kept, parts: tl.constexpr):
-    """Grid (rows,): the place of the first of the largest entries, handed over as tokens are."""
+    """Write the place of the first of the largest entries, handed over as tokens are. The grid is (rows,)."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, parts)
     found += row * 2 * parts + part
     best = tl.load(found)
@@ -67,9 +69,9 @@ def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
 def launches(
     logits: torch.Tensor, found: torch.Tensor, out: torch.Tensor, kept: Kept | None = None
 ) -> tuple[Launch, ...]:
-    """What writes the likeliest tokens of logits [n, vocab_size] to `out` [n] int64.
+    """Return the launches that write the likeliest tokens of logits [n, vocab_size] to `out` [n] int64.
 
-    `found` [n * 2 * PARTS] float32 is scratch; `kept` is where else they are written.
+    `found` [n * 2 * PARTS] float32 is scratch. `kept` are further places that they are written to.
     """
     n, size = logits.shape
     if n == 0:

@@ -1,7 +1,7 @@
 """Triton kernels of the sampler. `triton_sampling` launches them and explains the method.
 
-A row's vocabulary is cut into groups of `group` neighbouring tokens. Every number here depends on one row alone, and
-its sums run in an order that the vocabulary's size fixes: a row gives the same bits whatever the batch around it.
+A row's vocabulary is cut into groups of `group` neighbouring tokens. Every number here depends on a single row, and its
+sums run in an order that the vocabulary's size fixes: a row gives the same bits in any batch.
 """
 
 # mypy: ignore-errors
@@ -26,14 +26,14 @@ def group_stats(
     stride,
     packed,  # [n, 8] int32
     maxima,  # [n, num_groups] float32, out: the largest scaled logit of each group
-    sums,  # [n, num_groups] float32, out: the sum of exp(scaled logit - the group's maximum); negative if it holds NaN
+    sums,  # [n, num_groups] float32, out: the sum of exp(scaled logit - the group's maximum), negative if it holds NaN
     vocab_size,
     num_groups,
     num_tiles,
     group: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """One program for `tile` groups of a row."""
+    """Compute the statistics of `tile` groups of a row in each program."""
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64)
     groups = (program % num_tiles) * tile + tl.arange(0, tile)
@@ -53,7 +53,7 @@ def draw_rows(
     stride,
     packed,  # [n, 8] int32
     maxima,  # [n, num_groups] float32, from `group_stats`
-    sums,  # [n, num_groups] float32; overwritten where a row looks at groups again
+    sums,  # [n, num_groups] float32, overwritten if a row looks at groups again
     chosen,  # [n, num_groups] int32, scratch: groups that a row looks at again
     near,  # [n, room] float32, scratch: logits near the end of a row's nucleus
     tokens,  # [n] int64, out
@@ -70,7 +70,7 @@ def draw_rows(
     width: tl.constexpr,  # at least num_groups, a power of 2
     room: tl.constexpr,  # a power of 2
 ):
-    """One program for a row: the threshold that its limits set, then the draw."""
+    """Find the threshold that a row's limits set, then draw. Each program does one row."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     packed += row * 8
@@ -100,7 +100,7 @@ def draw_rows(
         bound = floor
         looked_at = 0
         if limited | (top_p < 1) | (floor > -float("inf")):
-            # a pivot that no kept logit lies below: at least k groups have a logit at or above it
+            # no kept logit is below the pivot: at least k groups have a logit at or above it
             wanted = tl.where(limited, top_k, tl.where(floor > -float("inf"), width + 1, tile // 2))
             bound = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
             looked_at = _choose(peaks, bound, groups, chosen)
@@ -111,12 +111,12 @@ def draw_rows(
                     bound, whole = _kth_largest(
                         logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile
                     )
-                elif count == top_k:  # the pivot may be minus infinity, where masked logits lie
+                elif count == top_k:  # the pivot may be minus infinity, like masked logits
                     bound = smallest
             elif floor == -float("inf"):
                 all_mass = tl.sum(masses.to(tl.float64), 0)
                 if whole < top_p.to(tl.float64) * all_mass:  # a flat row: the pivot was too high
-                    # all tokens below this one together have less than what the nucleus leaves out
+                    # all tokens below this one together weigh less than the share outside of the nucleus
                     rest = (1 - top_p) * all_mass.to(tl.float32) / vocab_size
                     bound = most + tl.log(rest) - 0.01
                     looked_at = _choose(peaks, bound, groups, chosen)
@@ -180,7 +180,7 @@ def draw_rows(
 
 @triton.jit
 def hand_over(token, nan, row, tokens, stand_ins, table, host, kept):
-    """Write a row's token down; where tokens are `kept`, also where the next step reads it, and for the host.
+    """Write down a row's token. With `kept`, also write it for the next step and for the host.
 
     The host gets a mark instead of the token of a row that holds NaN.
     """
@@ -199,7 +199,7 @@ def ban_tokens(
     num_words,
     block: tl.constexpr,
 ):
-    """One program for `block` words of a row: minus infinity where a bit is 0."""
+    """Write minus infinity where a bit is 0. Each program does `block` words of a row."""
     row = tl.load(places + tl.program_id(0)).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)
     word = tl.load(words + tl.program_id(0) * num_words + index, index < num_words, -1)
@@ -211,7 +211,7 @@ def ban_tokens(
 
 @triton.jit(do_not_specialize_on_alignment=["touched", "tokens", "marked"])
 def mark_rows(
-    logits,  # [n, vocab_size] float32, behind the processors
+    logits,  # [n, vocab_size] float32, after the processors
     raw,  # [n, vocab_size] float32, before them
     touched,  # [n] bool, not read if `every`
     tokens,  # [n] int64
@@ -223,7 +223,7 @@ def mark_rows(
     greedy: tl.constexpr,  # each token is the place of its row's largest logit, or of NaN
     block: tl.constexpr,
 ):
-    """One program for a row: its token, or what says that none can be drawn."""
+    """Write a row's token, or the mark that none can be drawn. Each program does one row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
     looked_at = True
@@ -253,14 +253,14 @@ def mark_rows(
 
 @triton.jit
 def _made_here(x, before):
-    """Whether processors made NaN or infinity of a number."""
+    """Return whether processors turned a number into NaN or infinity."""
     bad = (x != x) | (x == float("inf"))
     return bad & (before == before) & (tl.abs(before) != float("inf"))
 
 
 @triton.jit
 def _uniform(z):
-    """The random number that a counter stands for, as `sampling.batch.uniforms` makes it."""
+    """Return the random number of a counter, as `sampling_metadata.uniforms` computes it."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return ((z ^ (z >> 31)) >> 11).to(tl.float64) * 2.0**-53
@@ -268,21 +268,21 @@ def _uniform(z):
 
 @triton.jit
 def _scaled(logits, packed, groups, num_groups, vocab_size, group: tl.constexpr):
-    """A row's logits of some groups over the temperature, [len(groups), group]; minus infinity outside."""
+    """Load a row's logits of some groups over the temperature, [len(groups), group], minus infinity outside."""
     return _over_temperature(_loaded(logits, groups, num_groups, vocab_size, group), packed)
 
 
 @triton.jit
 def _loaded(logits, groups, num_groups, vocab_size, group: tl.constexpr):
-    """A row's logits of some groups, [len(groups), group]; minus infinity outside."""
+    """Load a row's logits of some groups, [len(groups), group], minus infinity outside."""
     ids = groups[:, None] * group + tl.arange(0, group)[None, :]
     return tl.load(logits + ids, (groups < num_groups)[:, None] & (ids < vocab_size), -float("inf"))
 
 
 @triton.jit
 def _over_temperature(x, packed):
-    """Logits over a row's temperature."""
-    # in a greedy row NaN is the largest, as in torch's argmax; elsewhere it is never drawn
+    """Divide logits by a row's temperature."""
+    # in a greedy row NaN is the largest, as in torch's argmax, and in other rows it is never drawn
     x = tl.where(x == x, x, tl.where(tl.load(packed + 4) != 0, float("inf"), -float("inf")))
     temperature = tl.load(packed).to(tl.float32, bitcast=True)
     if temperature != 1.0:
@@ -292,21 +292,21 @@ def _over_temperature(x, packed):
 
 @triton.jit
 def _weights(y, most):
-    """exp(y - most), and 1 for y = most where both are infinite."""
+    """Return exp(y - most), and 1 for y = most if both are infinite."""
     return tl.where(y == most, 1.0, tl.exp(y - most))
 
 
 @triton.jit
 def _tile(logits, packed, chosen, start, looked_at, vocab_size, group: tl.constexpr, tile: tl.constexpr):
-    """The scaled logits of the chosen groups from `start` on, [tile, group]."""
+    """Load the scaled logits of the chosen groups from `start` on, [tile, group]."""
     places = start + tl.arange(0, tile)
-    groups = tl.load(chosen + places, places < looked_at, 2**26)  # the default lies outside any vocabulary
+    groups = tl.load(chosen + places, places < looked_at, 2**26)  # the default is outside any vocabulary
     return _scaled(logits, packed, groups, 2**26, vocab_size, group)
 
 
 @triton.jit
 def _key(y):
-    """float32 as int32 in the same order, both zeros as one; neighbours as neighbours."""
+    """Return float32 as int32 in the same order. Both zeros map to one number, and neighbours to neighbours."""
     bits = y.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
@@ -318,15 +318,16 @@ def _unkey(key):
 
 @triton.jit
 def _middle(low, high):
-    """The mean rounded down, of int32 whose sum may overflow."""
+    """Return the mean rounded down, of int32 whose sum may overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
 def _pivot(peaks, most, n, enough):
-    """A number that at least n of the groups' maxima lie above or on, and at most `enough`, if it can be found soon.
+    """Return a number that at least n and at most `enough` of the groups' maxima reach, if it can be found soon.
 
-    The n-th largest in any case where many are equal; minus infinity where fewer than n are above that.
+    It is the n-th largest maximum in any case if many are equal. It is minus infinity if fewer than n are above that.
+
     """
     high = _key(most)
     low = _key(tl.min(tl.where(peaks == -float("inf"), most, peaks), 0))
@@ -343,7 +344,7 @@ def _pivot(peaks, most, n, enough):
 
 @triton.jit
 def _choose(peaks, pivot, groups, chosen):
-    """List the groups with a logit at or above the pivot in token order; returns how many."""
+    """List the groups with a logit at or above the pivot in token order. Return their number."""
     wanted = ((peaks >= pivot) & (peaks > -float("inf"))).to(tl.int32)
     tl.debug_barrier()  # the list of an earlier call may still be read
     tl.store(chosen + tl.cumsum(wanted, 0) - 1, groups, wanted != 0)
@@ -353,7 +354,7 @@ def _choose(peaks, pivot, groups, chosen):
 
 @triton.jit
 def _look(logits, packed, chosen, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr):
-    """The weight of the chosen groups' logits above the bound, how many they are, and the smallest of them."""
+    """Return the weight and the number of the chosen groups' logits above the bound, and the smallest of them."""
     mass = tl.sum(tl.zeros([tile], tl.float64), 0)
     count = 0
     least = float("inf")
@@ -368,7 +369,7 @@ def _look(logits, packed, chosen, looked_at, vocab_size, most, bound, group: tl.
 
 @triton.jit
 def _total(x):
-    """The sum of a block, float64."""
+    """Return the sum of a block, float64."""
     return tl.sum(tl.sum(x, 1).to(tl.float64), 0)
 
 
@@ -376,7 +377,7 @@ def _total(x):
 def _kth_largest(
     logits, packed, chosen, looked_at, vocab_size, most, bound, k, group: tl.constexpr, tile: tl.constexpr
 ):
-    """The k-th largest logit, of more than k at or above the bound, and the weight of k logits down to it."""
+    """Return the k-th largest logit, of more than k at or above the bound, and the weight of k logits down to it."""
     low = _key(bound)
     high = _key(most)
     mass_above = tl.sum(tl.zeros([tile], tl.float64), 0)  # of the logits above `high`, and how many they are
@@ -392,7 +393,7 @@ def _kth_largest(
         if count == k:  # the k-th is the least of those, mostly found long before the bounds meet
             low = _key(least)
             high = low
-    # where equal logits stand at the k-th place, top-k counts only so many of them
+    # if several logits equal the k-th, top-k counts only as many of them as it needs
     return _unkey(low), mass_above + (k - above).to(tl.float64) * _weights(_unkey(low), most).to(tl.float64)
 
 
@@ -400,13 +401,13 @@ def _kth_largest(
 def _nucleus(
     logits, packed, chosen, looked_at, vocab_size, most, low, high, share, group: tl.constexpr, tile: tl.constexpr
 ):
-    """The smallest logit in (low, high] above which there is less weight than the share, by bisection.
+    """Return the smallest logit in (low, high] above which there is less weight than the share, by bisection.
 
     There is less above `high`, and not less above `low`.
     """
     low = _key(low) + 1
     high = _key(high)
-    from_low = looked_at * group  # at most so many logits lie at or above `low`, exactly so many above `high`
+    from_low = looked_at * group  # an upper bound of the logits at or above `low`, exact for those above `high`
     above_high = 0
     least = _unkey(low)  # the smallest of those at or above `low`, once that was raised
     while (low < high) & (from_low > above_high + 1):
@@ -418,7 +419,7 @@ def _nucleus(
         from_low = tl.where(enough, from_low, count)
         least = tl.where(enough, least, next_one)
         above_high = tl.where(enough, count, above_high)
-    # where one logit is left, mostly long before the bounds meet, it is the least
+    # a single remaining logit is the least, mostly long before the bounds meet
     return tl.where(from_low == above_high + 1, least, _unkey(low))
 
 
@@ -439,10 +440,12 @@ def _near_the_end(
     tile: tl.constexpr,
     room: tl.constexpr,
 ):
-    """Where the nucleus of many groups ends: `low`, `high`, and the weight above `high`, which is less than the share.
+    """Return bounds of the end of a nucleus of many groups: `low`, `high`, and the weight above `high`.
 
-    And how many logits lie in (low, high]; these are listed in `near`, if it has room for them. `rest` is what the
-    chosen groups' logits from `counted` on weigh outside the nucleus.
+    The weight above `high` is less than the share. The last result is the number of logits in (low, high]. These are
+    listed in `near`, if it has room for them. `rest` is the weight of the chosen groups' logits from `counted` on that
+    lie outside the nucleus.
+
     """
     low, high = _estimate(logits, packed, chosen, looked_at, vocab_size, most, bound, counted, rest, group, tile)
     above = tl.zeros([tile, group], tl.float32)
@@ -480,10 +483,11 @@ def _near_the_end(
 def _estimate(
     logits, packed, chosen, looked_at, vocab_size, most, bound, counted, rest, group: tl.constexpr, tile: tl.constexpr
 ):
-    """Two numbers between which a logit lies with the weight `rest` from `counted` up to it, but for bad luck.
+    """Return two numbers, with a logit between them up to which the weight from `counted` on is most likely `rest`.
 
-    From a sample, every so many of the chosen groups: what its logits below a number weigh differs from what all do by
-    more than 4.5 standard deviations for one row in 100,000.
+    They are estimated from a sample of the chosen groups at regular intervals. The weight of its logits below a number
+    differs from that of all by more than 4.5 standard deviations for one row in 100,000.
+
     """
     size: tl.constexpr = 2 * tile
     places = (tl.arange(0, size) * looked_at.to(tl.int64) // size).to(tl.int32)
@@ -500,12 +504,12 @@ def _estimate(
     error = 4.5 * tl.sqrt(tl.maximum(variance, 0.0))
     low = below + _steps_below(y, weight, below, step, rest - error, 12) * step
     high = below + (_steps_below(y, weight, below, step, rest + error, 12) + 1) * step
-    return low, tl.where(high < most - step, high, most)  # where most is infinite, step is no number
+    return low, tl.where(high < most - step, high, most)  # if most is infinite, step is not a number
 
 
 @triton.jit
 def _steps_below(y, weight, below, step, amount, rounds: tl.constexpr):
-    """How many of 4,096 steps from `below` lead to a number up to which a sample's logits weigh at most the amount."""
+    """Return the number of 4,096 steps from `below` up to which a sample's logits weigh at most the amount."""
     low = 0
     high = 4096
     for _ in range(rounds):
@@ -518,9 +522,9 @@ def _steps_below(y, weight, below, step, amount, rounds: tl.constexpr):
 
 @triton.jit
 def _end_of_nucleus(near, count, most, low, high, above, share, room: tl.constexpr):
-    """The smallest of the listed logits, all in (low, high], above which there is less weight than the share.
+    """Return the smallest listed logit, all in (low, high], above which there is less weight than the share.
 
-    `above` is the weight above `high`. By bisection.
+    `above` is the weight above `high`. The search is by bisection.
     """
     places = tl.arange(0, room)
     y = tl.load(near + places, places < count, -float("inf"))
@@ -540,7 +544,7 @@ def _end_of_nucleus(near, count, most, low, high, above, share, room: tl.constex
 def _kept_masses(
     logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr
 ):
-    """The weight that each chosen group keeps, to `sums`, by place in the list."""
+    """Store the weight that each chosen group keeps to `sums`, by place in the list."""
     following = _tile(logits, packed, chosen, 0, looked_at, vocab_size, group, tile)
     for start in range(0, looked_at, tile):
         y = following  # the next ones come while these are summed up

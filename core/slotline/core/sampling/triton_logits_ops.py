@@ -1,6 +1,4 @@
-"""What else a step does to rows of logits on a GPU: bans by bitmask, marks where no token can be drawn, and where drawn
-tokens are kept.
-"""
+"""Triton kernels for bitmask bans and for marking rows without a valid token, and places that tokens are kept at."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _MARK_WARPS = 16
 
 
 def rehearse(vocab_size: int, device: str) -> None:
-    """Launch, for one row, what only steps with grammars or logits processors do."""
+    """Launch, for one row, the kernels that only steps with grammars or logits processors use."""
     logits, tokens = torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.zeros(1, dtype=torch.int32, device=device)
     ban_by_bitmask(logits, torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device), places)
@@ -27,7 +25,7 @@ def rehearse(vocab_size: int, device: str) -> None:
 
 
 class Kept(NamedTuple):
-    """Where else tokens [n] go: into a table, at the places `stand_ins` [n] int64, and to the host."""
+    """Further places for tokens [n]: a table, at the places `stand_ins` [n] int64, and the host."""
 
     stand_ins: torch.Tensor
     table: torch.Tensor  # int64
@@ -35,7 +33,7 @@ class Kept(NamedTuple):
 
 
 def keeping(kept: Kept | None, tokens: torch.Tensor) -> tuple[Any, ...]:
-    """The same as a kernel takes it; `tokens` int64 stand for what it does not touch."""
+    """Return the kept places as kernel arguments. `tokens` int64 fill the arguments that the kernel does not touch."""
     return (tokens, tokens, tokens, 0) if kept is None else (*kept, 1)
 
 
@@ -61,13 +59,15 @@ def mark_unusable(
     none_left: int,
     all_greedy: bool = False,
 ) -> torch.Tensor:
-    """Tokens [n] int64 with a number in place of those of rows that hold NaN or infinity where `raw` does not, or that
-    are minus infinity throughout.
+    """Return tokens [n] int64 with a mark for each row without a usable logit.
+
+    A row is marked if it holds NaN or infinity where `raw` does not, or if it is minus infinity throughout.
 
     Args:
         logits, raw: [n, vocab_size] float32.
-        touched: [n] bool, the rows to look at; None for all.
-        all_greedy: whether each token is the place of its row's largest logit, or of NaN; only that is looked at then.
+        touched: [n] bool, the rows to look at. None means all.
+        all_greedy: whether each token is the place of its row's largest logit, or of NaN. Only that logit is looked at
+            then.
     """
     marked = torch.empty_like(tokens)
     mark_rows[(len(tokens),)](

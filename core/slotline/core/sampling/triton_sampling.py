@@ -6,14 +6,14 @@ group's softmax mass. The second, one program for each row, looks again only at 
 * top-k: at least k logits reach the k-th largest group maximum, so no kept one lies in a group whose maximum is below
   it. k groups hold them all, however large the vocabulary.
 * top-p: the groups with the 128 largest maxima, if their logits above the smallest of these hold the share. If not, all
-  groups with a logit above one below which the whole vocabulary would hold less than what the nucleus leaves out.
+  groups with a logit above one below which the whole vocabulary would hold less than the share outside of the nucleus.
 * the floor: the groups whose maximum reaches the floor.
 
 Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so that equal
-logits stay or go together. Where a nucleus is sought among most of a row, a sample of the groups says between which two
-numbers it ends; one pass sums up what lies above and lists what lies between, and bisection goes over that list. An
-estimate that was wrong, or a list that is too long, costs time: bisection goes over all groups then. The draw walks the
-groups' kept masses in token order, then the tokens of one group.
+logits stay or go together. If a nucleus is sought among most of a row, a sample of the groups bounds its end between
+two numbers. One pass sums up the logits above and lists those between, and bisection goes over that list. An estimate
+that was wrong, or a list that is too long, costs time: bisection goes over all groups then. The draw walks the groups'
+kept masses in token order, then the tokens of one group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slotline.kernels.triton_launcher import Launch, Launcher, cdiv, next_power_
 
 GROUP = 32
 MOST_GROUPS = 8192
-"""Groups of a row that one program holds; above 262,144 tokens the groups grow."""
+"""Groups of a row that one program holds. Above 262,144 tokens the groups grow."""
 TILE = 128
 """Groups that are read at a time."""
 ROOM = 8192
@@ -36,15 +36,18 @@ ROOM = 8192
 LEAST_WIDTH = 512
 STATS_WARPS = 4
 ROW_WARPS = 16
-"""At most; 8 for 4,096 groups."""
+"""The most warps. There are 8 for 4,096 groups."""
 ROW_REGISTERS: dict[str, int] = {"maxnreg": 128} if torch.version.cuda else {}
-"""So that two rows of 8 warps fit on a multiprocessor; more would save 48 bytes of spills and cost half of the rows."""
+"""Limit that lets two rows of 8 warps fit on a multiprocessor.
+
+More registers would save 48 bytes of spills and cost half of the rows.
+"""
 
 group_stats, draw_rows = Launcher(triton_kernels.group_stats), Launcher(triton_kernels.draw_rows)
 
 
 class Scratch(NamedTuple):
-    """What the draws of up to n rows write, on the device: the groups' numbers, and what `sample_triton` returns."""
+    """Device buffers for the draws of up to n rows: the groups' numbers, and the results of `sample_triton`."""
 
     maxima: torch.Tensor  # [n, num_groups] float32, and the sums
     sums: torch.Tensor
@@ -56,7 +59,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, n: int, vocab_size: int, device: torch.device | str) -> Scratch:
-        """For logits [n, vocab_size]."""
+        """Allocate the buffers for logits [n, vocab_size]."""
         num_groups = cdiv(vocab_size, _group(vocab_size))
         return cls(
             torch.empty(n, num_groups, dtype=torch.float32, device=device),
@@ -70,7 +73,7 @@ class Scratch(NamedTuple):
 
 
 def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [n] int64 drawn from logits [n, vocab_size] float32, and the smallest scaled logits [n] that might be.
+    """Draw tokens [n] int64 from logits [n, vocab_size] float32. Return also the smallest scaled logits [n] kept.
 
     `params` [n, 8] int32 is `SamplingMetadata.packed` on the same device.
     """
@@ -79,7 +82,7 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
 
 
 def sample_into(logits: torch.Tensor, params: torch.Tensor) -> Scratch:
-    """The same, in scratch of its own, which also says which rows hold NaN."""
+    """Draw into new scratch, which also marks the rows that hold NaN."""
     scratch = Scratch.of(len(logits), logits.shape[1], logits.device)
     for launch in launches(logits, params, scratch):
         launch()
@@ -89,9 +92,9 @@ def sample_into(logits: torch.Tensor, params: torch.Tensor) -> Scratch:
 def launches(
     logits: torch.Tensor, params: torch.Tensor, scratch: Scratch, kept: Kept | None = None
 ) -> tuple[Launch, ...]:
-    """What draws the tokens of logits [n, vocab_size] into scratch of n rows or more.
+    """Return the launches that draw the tokens of logits [n, vocab_size] into scratch of n rows or more.
 
-    `kept` is where else they are written.
+    `kept` are further places that they are written to.
     """
     n, vocab_size = logits.shape
     if n == 0:
@@ -124,5 +127,5 @@ def launches(
 
 
 def _group(vocab_size: int) -> int:
-    """Tokens of a group."""
+    """Return the number of tokens of a group."""
     return max(GROUP, next_power_of_2(cdiv(vocab_size, MOST_GROUPS)))

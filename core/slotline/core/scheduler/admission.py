@@ -1,4 +1,4 @@
-"""What a request is checked against before it takes anything."""
+"""Checks of a request before it takes any resource."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class EngineLimits:
     """Bounds that requests are checked against at admission.
 
     Attributes:
-        tasks: all that the model serves.
-        no_structured_output: why no request can have structured output, and what to do; None if it can.
+        tasks: all tasks of the model.
+        no_structured_output: the reason why no request can have structured output, with the remedy. None if requests
+            can.
     """
 
     max_model_len: int
@@ -30,7 +31,7 @@ class EngineLimits:
 
 
 MAX_SALT_BYTES = 4096
-"""Most of a request's cache salt; enough for a token of an identity provider."""
+"""Most bytes of a request's cache salt, enough for a token of an identity provider."""
 
 
 def check_salt(cache_salt: str) -> None:
@@ -53,7 +54,7 @@ def check_salt(cache_salt: str) -> None:
 
 
 def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool) -> None:
-    """Refuse what cannot run.
+    """Refuse a request that cannot run.
 
     Raises:
         RequestError: with the value and the fix.
@@ -114,10 +115,10 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
 
 
 def check_capacity(request: Request, cache: KVCacheManager, max_model_len: int) -> None:
-    """Refuse a request that would not fit into the pool even if it were alone.
+    """Refuse a request that would not fit into the pool even as the only request.
 
     Raises:
-        RequestError: with the blocks it needs and those there are.
+        RequestError: with the number of blocks that it needs and that there are.
     """
     length = len(request.prompt_token_ids)
     tokens = min(length + (request.params.max_tokens or max_model_len), max_model_len)

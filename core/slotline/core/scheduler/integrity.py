@@ -1,6 +1,6 @@
 """The integrity checker: rows, blocks, encoder outputs and references must agree.
 
-Tests run it after every step; the engine can too.
+Tests run it after every step, and the engine can run it too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
         in_flight: rows of a step whose results are not handed out.
 
     Raises:
-        IntegrityError: naming what disagrees.
+        IntegrityError: naming the parts that disagree.
     """
     rows = scheduler.rows
     for row, request in enumerate(rows.requests):

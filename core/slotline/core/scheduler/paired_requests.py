@@ -1,7 +1,7 @@
 """Pairs of requests: a leader, and the companion that a logits processor asks for, which computes another prompt.
 
-The companion is a request like any other, with a row, blocks and prefixes of its own; the scheduler lets neither sample
-without the other, and the token that the leader gets is the companion's too. They are preempted and ended together.
+The companion is a request like any other, with a row, blocks and prefixes of its own. The scheduler lets neither sample
+without the other, and the companion gets the leader's token. They are preempted and ended together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slotline.registry.errors import CapacityError, RequestError
 
 
 def refuse_companion(request: Request, asked: str, max_requests: int, *, drafts: bool, chunked_prefill: bool) -> None:
-    """Refuse a companion where none can be had; `asked` is what the request asks for it with.
+    """Refuse a companion that cannot be computed. `asked` is the request's parameter that wants it.
 
     Raises:
         RequestError: with the reason.
@@ -39,7 +39,7 @@ def refuse_companion(request: Request, asked: str, max_requests: int, *, drafts:
 
 
 def pair(request: Request, companion: Companion, tokenizer: Tokenizer | None, max_model_len: int) -> Request:
-    """The companion of a request; limits the request to the length that both can have.
+    """Return the companion of a request, and limit the request to the length that both can have.
 
     Raises:
         RequestError: if the other prompt is text and the model has no tokenizer, or leaves no room for `min_tokens`.
@@ -74,10 +74,12 @@ def pair(request: Request, companion: Companion, tokenizer: Tokenizer | None, ma
 
 
 def check_pair_capacity(request: Request, companion: Request, name: str, cache: KVCacheManager) -> None:
-    """Refuse a pair that would not fit into the pool even if it were alone; `name` is the other prompt's.
+    """Refuse a pair that would not fit into the pool even without other requests.
+
+    `name` is the name of the other prompt.
 
     Raises:
-        RequestError: with the blocks it needs and those there are.
+        RequestError: with the number of blocks that it needs and that there are.
     """
     lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in (request, companion)]
     needed, usable = sum(cache.blocks_for_one(length, 0) for length in lengths), cache.pool.num_blocks - 1
@@ -90,14 +92,14 @@ def check_pair_capacity(request: Request, companion: Request, name: str, cache: 
 
 
 def leaders(requests: Sequence[Request]) -> list[Request]:
-    """The requests that users know of, each once."""
+    """Return the requests that users know of, each once."""
     return list(dict.fromkeys(request.leader or request for request in requests))
 
 
 def with_partners(
     requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]
 ) -> list[tuple[Request, str, str | int | None]]:
-    """Requests that end, with the reason and the cause of each, and those that must end with them."""
+    """Return requests that end, each with reason and cause, and the partners that must end with them."""
     ending = list(zip(requests, reasons, causes, strict=True))
     known = set(map(id, requests))
     for request, reason, cause in tuple(ending):

@@ -18,7 +18,7 @@ class RequestQueue:
 
     @property
     def head(self) -> Request:
-        """The first; there must be one."""
+        """The first request. The queue must not be empty."""
         return self._heap[0][1]
 
     def push(self, request: Request) -> None:
@@ -26,7 +26,7 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def remove(self, request: Request) -> None:
-        """Take a request out, which it mostly heads; nothing happens if it is not there."""
+        """Take a request out, which is mostly the head. A request that is not in the queue is ignored."""
         if self._heap and self.head is request:
             heapq.heappop(self._heap)
         else:

@@ -1,9 +1,9 @@
-"""The scheduler: which tokens of which requests the next step computes.
+"""The scheduler: the tokens that the next step computes for each request.
 
 There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
-difference, and the drafts behind it. Running requests go first, in order; then waiting ones are admitted while tokens,
-rows and blocks last. When blocks run out, drafts are dropped first; then the running request that is last in order
-loses its blocks and is computed again later.
+difference, and the drafts after it. Running requests go first, in order. Then waiting requests are admitted while
+tokens, rows and blocks last. When blocks run out, drafts are dropped first. Then the running request that is last in
+order loses its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from slotline.registry.contracts import CacheBlock
 
 Int = npt.NDArray[np.int64]
 EARLY = 4
-"""Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
+"""Steps whose blocks running requests get together if there are plenty, so that most steps change no table."""
 PLENTY = 8
 """Blocks for each of them that stay free then."""
 
 
 class Scheduler:
-    """Token budget, first-come-first-served or priority order, preemption by recomputation.
+    """Scheduler with a token budget, first-come-first-served or priority order, and preemption by recomputation.
 
     Attributes:
-        lookahead: tokens behind a step's own that a request gets blocks for where there are any, since a drafter's
+        lookahead: tokens after a step's own that a request gets blocks for if there are any, since a drafter's
             attention writes there.
         limits: functions of rows [n] and the tokens that each has left [n] int64; each returns the most tokens of each
             in this step, [n] int64.
@@ -90,7 +90,7 @@ class Scheduler:
         admitted: list[Request] = []
         if self._waiting and not preempted:
             admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
-            some = np.array(more, np.int64) > 0  # one of a pair may have nothing to compute before the other is there
+            some = np.array(more, np.int64) > 0  # before its partner runs, one of a pair may have no work
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
@@ -99,7 +99,7 @@ class Scheduler:
         return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
 
     def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands, and give back its row and blocks."""
+        """Take a request out, whether it runs or waits, and give back its row and blocks."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._refresh()
@@ -108,7 +108,7 @@ class Scheduler:
         self._leave(request)
 
     def remove_running(self, requests: list[Request]) -> None:
-        """The same for many running requests at once."""
+        """Take many running requests out at once."""
         leaving = set(map(id, requests))
         self.running = [r for r in self.running if id(r) not in leaving]
         self._refresh()
@@ -121,12 +121,12 @@ class Scheduler:
         request.status = Status.FINISHED if ended else Status.WAITING
 
     def restore(self, waiting: Sequence[Request]) -> None:
-        """Give back all blocks and queue the unfinished requests again, whatever a step was doing.
+        """Give back all blocks and queue the unfinished requests again, at any point of a step.
 
         The rows must have been restored.
 
         Args:
-            waiting: those that need not wait for anything else.
+            waiting: the requests that need not wait for anything else.
         """
         self.cache.restore()
         self.running, self._last, self._waiting = [], None, RequestQueue()
@@ -136,7 +136,7 @@ class Scheduler:
             self.add(request)
 
     def recompute(self, lost: Sequence[CacheBlock]) -> None:
-        """Blocks could not be loaded: requests that hold one are computed again from the last good one on."""
+        """Recompute requests that hold a block that could not be loaded, from their last good block on."""
         for row, good in self.cache.lost_tokens(lost).items():
             request = self.rows.request(row)
             request.loads, metrics = False, request.metrics
@@ -183,8 +183,8 @@ class Scheduler:
     def _grow_early(self, rows: Int, ahead: Int) -> bool:
         """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps.
 
-        False, and nothing taken, where less than a quarter of the pool would be left, or less than `PLENTY` blocks for
-        each of them: then a block that is given too early may cost another request its own.
+        Return False, and take nothing, if less than a quarter of the pool would be left, or less than `PLENTY` blocks
+        for each of them: then a block that is given too early may cost another request its own.
         """
         most = np.minimum(self.rows.length_limit[rows], self.rows.max_model_len) - 1  # a last token is not computed
         later = np.maximum(ahead, np.minimum(ahead + EARLY, most))
@@ -193,8 +193,10 @@ class Scheduler:
         return self.cache.try_grow_all(rows[short], later[short], spare=spare)
 
     def _counts(self, rows: Int, most: Int | None = None) -> Int:
-        """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
-        so samples, without the other."""
+        """Return the tokens of each running row in this step, see `_wanted`.
+
+        No row of a pair computes its last known token, and so samples, without the other.
+        """
         counts = self._wanted(rows, most)
         if not self.rows.paired:
             return counts
@@ -210,8 +212,11 @@ class Scheduler:
         return capped
 
     def _wanted(self, rows: Int, most: Int | None) -> Int:
-        """Tokens of each running row in this step: what is left to compute, `most` at most, cut where the budget ends
-        and before items that cannot be encoded in this step."""
+        """Return the wanted tokens of each running row in this step.
+
+        These are the tokens left to compute, `most` at most, cut at the end of the budget and before items that cannot
+        be encoded in this step.
+        """
         known = self.rows.num_tokens[rows]
         left = known - self.rows.num_computed_tokens[rows]
         left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
@@ -234,13 +239,13 @@ class Scheduler:
         return self._up_to_checkpoints(rows, np.clip(self.max_batched_tokens - before, 0, left))
 
     def _up_to_checkpoints(self, rows: Int, counts: Int) -> Int:
-        """`counts`, cut where a state is to be kept; it can be copied between two steps alone."""
+        """Return `counts`, cut at positions whose state is kept, since a state is copied only between two steps."""
         if self.cache.checkpoints is None:
             return counts
         return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
 
     def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
-        """`left`, cut in each row before the first item that cannot be encoded in this step."""
+        """Return `left`, cut in each row before the first item that cannot be encoded in this step."""
         computed, left = self.rows.num_computed_tokens[rows], left.copy()
         for position in np.flatnonzero(self.rows.next_feature[rows] < computed + left).tolist():
             budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
@@ -250,7 +255,7 @@ class Scheduler:
         return left
 
     def _with_features(self, schedule: SchedulerOutput, encoder_cache: EncoderCache) -> SchedulerOutput:
-        """The step with what it encodes, and the items that its tokens touch."""
+        """Add the items to encode, and the items that the step's tokens touch."""
         firsts, ends = schedule.num_computed, schedule.num_computed + schedule.num_scheduled
         touching = np.flatnonzero(self.rows.next_feature[schedule.rows] < ends).tolist()
         features = tuple(
@@ -266,7 +271,7 @@ class Scheduler:
         """Preempt the last running request, and the other one of its pair: their outputs are of the same length."""
         victims = [self._preempt_last()]
         partner = victims[0].partner
-        if partner is not None and partner.status is Status.RUNNING:  # it stands right before the other one
+        if partner is not None and partner.status is Status.RUNNING:  # it comes right before the other one
             victims.append(self._preempt_last())
         return victims
 
@@ -311,7 +316,7 @@ class Scheduler:
                         aside.append(request)
                         continue
                 count = self._try_admit(request, budget)
-            except Exception as error:  # a plugin's code may raise anything; the others go on
+            except Exception as error:  # a plugin's code may raise anything, and the others go on
                 self._fail(request, error, acquired=acquired)
                 half = None
                 continue
@@ -334,7 +339,7 @@ class Scheduler:
         return admitted, counts
 
     def _fail(self, request: Request, error: Exception, *, acquired: bool) -> None:
-        """Leave a request out that cannot be admitted; `acquired` says whether it holds a slot for its adapter."""
+        """Leave out a request that cannot be admitted. `acquired` says whether it holds a slot for its adapter."""
         self._waiting.remove(request)
         self._failed.append((request, error))
         if request.row < 0 and self.encoder_cache is not None:
@@ -343,7 +348,7 @@ class Scheduler:
             self.adapters.release(request)
 
     def _half_of_a_pair(self) -> Request | None:
-        """The waiting request whose partner is running, if there is one.
+        """Return the waiting request whose partner is running, if there is one.
 
         It goes before all others, whatever their priority: its partner can neither sample nor end without it, and holds
         a row, blocks and an adapter's slot that those others may need.
@@ -353,16 +358,16 @@ class Scheduler:
         return next((one for one in partners if one is not None and one.status is not Status.RUNNING), None)
 
     def _num_rows_waiting(self, num_admitted: int) -> int:
-        """Rows of preempted requests that wait, when so many were admitted in this step."""
+        """Count the waiting preempted requests with a row, after `num_admitted` were admitted in this step."""
         return self.rows.max_requests - self.rows.num_free - len(self.running) - num_admitted
 
     def _acquire(self, request: Request) -> bool:
         return self.adapters is None or self.adapters.acquire(request)
 
     def _try_admit(self, request: Request, budget: int) -> int | None:
-        """Tokens of the request that fit into this step; None if it has to wait, and nothing is taken then.
+        """Return the request's tokens that fit into this step. Return None if it has to wait, and take nothing then.
 
-        One of a pair leaves its last token to a step in which both are running.
+        A request of a pair leaves its last token to a step in which both are running.
         """
         known = self._known_tokens(request)
         hit, prefix = self.cache.find_prefix(request, known)
@@ -406,7 +411,7 @@ class Scheduler:
         return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
 
     def _seed(self, request: Request) -> int:
-        """A seed of its own for a request that brings none, from the engine's seed and its order of arrival."""
+        """Return a seed for a request without one, made from the engine's seed and its order of arrival."""
         return (
             self.default_seed * 0xDA942042E4DD58B5 + request.arrival * 0xD1342543DE82EF95 + request.index + 1
         ) % 2**64
@@ -456,6 +461,9 @@ class Scheduler:
 
 
 def _lacking_rows(request: Request) -> int:
-    """Rows that a request needs before it may join: a pair's are there together, or each of two might keep one."""
+    """Return the number of rows that a request needs before it may join.
+
+    Both requests of a pair get their rows together, since otherwise each of two pairs might hold one row and wait.
+    """
     partner = request.partner
     return int(request.row < 0) + int(partner is not None and partner.row < 0)
