@@ -202,7 +202,7 @@ class LayerGroupBuilder:
         )
 
     def _built(self, descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
-        """The backend that a descriptor's factory makes, with its device the current one."""
+        """Build a descriptor's backend while its device is the current one."""
         with self.planned.hardware[context.device].scope():
             fix = "lower scheduler.max_batched_tokens or scheduler.max_requests"
             backend: AttentionBackend = build_plugin(self.planned.registry, descriptor, context, fix)
@@ -212,7 +212,7 @@ class LayerGroupBuilder:
         return self.planned.hardware[device].zeros(count)
 
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
-        """The memory of each layer that owns a cache."""
+        """Allocate the memory of each layer that owns a cache."""
         return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of, self._zeros)
 
     def router(

@@ -80,9 +80,9 @@ def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | 
 def build_plain_draws(
     planned: Planned, last_tokens: PlaceholderTokens | None, staging: TransferBuffer
 ) -> TokenSampler | None:
-    """What draws the tokens of steps that ask for nothing else, staged by `staging`.
+    """Build the fast sampler of steps that need nothing but plain draws, with `staging` as its transfer buffer.
 
-    None where the next step does not find them on the device that draws them, or drafts stand beside them.
+    Return None if the next step does not read its tokens on the device that draws them, or if there are drafts.
     """
     if last_tokens is None or last_tokens.max_drafts or planned.stages.divided:
         return None

@@ -115,7 +115,7 @@ class Warmup:
         yield self.largest(self.most_tokens)
 
     def _warm_ups(self) -> Iterator[ModelInputs]:
-        """The steps of a warm-up, made up one by one."""
+        """Yield the steps of a warm-up, made up one by one."""
         sizes = (1, 16, _LONG_PROMPT) if self._overlaps else (1, 16)
         for adapters, size in product(uses(self.planned), sizes):
             yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)

@@ -130,7 +130,7 @@ class GraphCapture:
             raise ModelError(what, fix=self._fix) from error
 
     def report(self, shapes: int, graphs: int) -> CaptureReport:
-        """What it took, once all is captured."""
+        """Report memory, time and number of graphs after the last capture."""
         memory, seconds = self.pool.finish(), perf_counter() - self._start
         message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
         logger.info(message, shapes, graphs, memory / 2**30, seconds)

@@ -361,7 +361,7 @@ class ModelRunner:
         return {"states": own, "computed": computed}
 
     def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> TokenSampler | None:
-        """What draws the tokens of a step that asks for nothing else; None for other steps, and where nothing does."""
+        """Return the fast sampler if a step needs nothing but plain draws, else None."""
         if self.plain_draws is None or self.extra_logits or inputs.stand_ins is None or inputs.scored is not None:
             return None
         if whole or self.count_nans or self.rows.paired:
@@ -372,7 +372,7 @@ class ModelRunner:
         return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
 
     def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
-        """The tokens of such a step, and nothing else."""
+        """Draw the tokens of a step with the fast sampler."""
         inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
         assert inputs.stand_ins is not None
         captured = logits is not None and inputs.all_sample

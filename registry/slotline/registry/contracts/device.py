@@ -215,10 +215,25 @@ class SampledRows(Protocol):
     of 0 and a `top_p` of 1 leave every token in, and `log_floor` is minus infinity for none.
     """
 
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int64]
-    top_p: npt.NDArray[np.float32]
-    log_floor: npt.NDArray[np.float32]
+    @property
+    def temperature(self) -> npt.NDArray[np.float32]:
+        """Temperature of each row."""
+        ...
+
+    @property
+    def top_k(self) -> npt.NDArray[np.int64]:
+        """Number of tokens to keep of each row."""
+        ...
+
+    @property
+    def top_p(self) -> npt.NDArray[np.float32]:
+        """Probability mass to keep of each row."""
+        ...
+
+    @property
+    def log_floor(self) -> npt.NDArray[np.float32]:
+        """Least logit below the largest that is kept, of each row."""
+        ...
 
 
 class Drawn(NamedTuple):
