@@ -7,6 +7,7 @@ writes the table of docs/drafters.md.
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,9 @@ from repository import ROOT
 
 from slotline.core import LLM, SamplingParams
 from slotline.testing.oracles.drafter import ChiSquare, chi_square
+
+if str(ROOT) not in sys.path:  # as a program
+    sys.path.append(str(ROOT))
 from tests.proposers.test_medusa import heads_of, written
 
 PAGE = ROOT / "docs" / "drafters.md"
