@@ -28,15 +28,19 @@ Kernel = Callable[[int], torch.Tensor]
 
 
 def kernels(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Kernel]:
-    """The ways to multiply x [num_tokens, in_features] by the i-th weight [out_features, in_features]."""
+    """The ways to multiply x [num_tokens, in_features] by the i-th weight [out_features, in_features].
+
+    oneDNN multiplies bfloat16 only on processors with AVX-512 or better.
+    """
     transposed = [w.t().contiguous() for w in weights]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in weights]
-    onednn = torch.ops.mkldnn._linear_pointwise.default
     ways: dict[str, Kernel] = {
         "linear": lambda i: functional.linear(x, weights[i]),
         "transposed": lambda i: torch.mm(x, transposed[i]),
-        "onednn": lambda i: onednn(x, packed[i], None, "none", [], ""),
     }
+    if x.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in weights]
+        onednn = torch.ops.mkldnn._linear_pointwise.default
+        ways["onednn"] = lambda i: onednn(x, packed[i], None, "none", [], "")
     if x.dtype == torch.float32 and torch._C.has_mkl:
         tokens = x.shape[0]
         mkl_packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, tokens) for w in weights]

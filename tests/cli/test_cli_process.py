@@ -94,6 +94,7 @@ def interrupted(arguments: Sequence[str], wait: str, delay: float = 0.0) -> tupl
     """The exit code and standard error of a command that gets SIGINT so long after it has read a certain module."""
     program = (
         "import sys, builtins, signal, os, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         f"wanted, delay = {wait!r}, {delay}\n"
         "real = builtins.__import__\n"
         "def watching(name, *a, **k):\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_driver import add, random_prompts, run_all
-from tiny_models import oracle
+from tiny_models import known_oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
@@ -111,7 +111,7 @@ def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny:
     last = torch.tensor([tokens[-4 * window :]])  # [1, 4 * window]
     places = torch.arange(length - last.shape[1], length)[None]
     with torch.no_grad():
-        logits = oracle(path)(last, position_ids=places, use_cache=False).logits[0]  # [4 * window, vocab_size]
+        logits = known_oracle(path)(last, position_ids=places, use_cache=False).logits[0]  # [4 * window, vocab_size]
     assert logits.argmax(-1)[window:-1].tolist() == tokens[-3 * window + 1 :]
 
 
@@ -162,7 +162,7 @@ def test_forty_thousand_tokens_are_generated_in_the_memory_of_a_chunk(tiny: Tiny
     shape = (-1, 8 * chunk)  # each row begins with a chunk, and transformers parts it into eight
     with torch.no_grad():
         places = torch.arange(length).view(shape)
-        logits = oracle(path)(tokens.view(shape), position_ids=places, use_cache=False).logits
+        logits = known_oracle(path)(tokens.view(shape), position_ids=places, use_cache=False).logits
     assert logits.argmax(-1).flatten()[len(prompt) - 1 : -1].tolist() == request.output_token_ids
 
 

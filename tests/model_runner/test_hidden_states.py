@@ -34,7 +34,7 @@ LENGTHS = (5, 40, 17, 1, 30, 12)
 def expected_states(path: Path, tokens: list[int]) -> torch.Tensor:
     """transformers' own: behind the last norm, then in front of each layer of LAYERS, side by side."""
     with torch.no_grad():
-        out = tiny_models.oracle(path)(torch.tensor([tokens]), output_hidden_states=True)
+        out = tiny_models.known_oracle(path)(torch.tensor([tokens]), output_hidden_states=True)
     return torch.cat([out.hidden_states[-1][0], *(out.hidden_states[layer][0] for layer in LAYERS)], -1)
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny_speech
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
-from tiny_models import oracle
+from tiny_models import known_oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError
@@ -37,7 +37,7 @@ def settings_of(path: Path, tokens: int = 4) -> dict[str, Any]:
 @torch.no_grad()
 def expected(path: Path, tokens: list[int], count: int) -> list[int]:
     """The model's greedy continuation."""
-    tokens, model = list(tokens), oracle(path)
+    tokens, model = list(tokens), known_oracle(path)
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[-count:]

@@ -14,10 +14,9 @@ import torch
 from attrs import evolve
 from engine_driver import add, random_prompts
 from lora_cases import PeftOracle
-from transformers import AutoModelForCausalLM
+from tiny_models import oracle
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 from tests.engine.test_engine_equality import pool_of
 
@@ -35,9 +34,14 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "observabi
 TOKENS = 20
 
 
+@pytest.fixture(scope="module")
+def path(tiny: Tiny) -> Path:
+    return tiny("llama", eos_token_id=2)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "overlapped"])
-def llm(request: pytest.FixtureRequest) -> LLM:
-    return LLM(**SETTINGS, max_num_seqs=6, **{"scheduler.async": request.param})
+def llm(request: pytest.FixtureRequest, path: Path) -> LLM:
+    return LLM(path, **SETTINGS, max_num_seqs=6, **{"scheduler.async": request.param})
 
 
 def greedy(negative: str | None, scale: float, **more: Any) -> SamplingParams:
@@ -47,10 +51,10 @@ def greedy(negative: str | None, scale: float, **more: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[list[int]]:
+def wanted(path: Path) -> list[list[int]]:
     """What transformers generates."""
-    tokenizer = LLM(**SETTINGS).tokenizer
-    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = LLM(path, **SETTINGS).tokenizer
+    model = oracle(path)
     found = []
     for prompt, negative, scale in CASES:
         ids = tokenizer.encode(prompt)
@@ -91,21 +95,21 @@ def test_unguided_requests_beside_them_change_nothing(llm: LLM, wanted: list[lis
     "little",
     [
         {"scheduler.max_batched_tokens": 7, "max_num_seqs": 3},
-        {"scheduler.max_batched_tokens": 4, "max_num_seqs": 8, "cache.block_size": 16, "memory": "1MiB"},
+        {"scheduler.max_batched_tokens": 4, "max_num_seqs": 8, "cache.block_size": 16, "memory": pool_of(8, 16)},
         {"max_num_seqs": 2, "cache.prefix_caching": False},
     ],
     ids=["few tokens a step", "few blocks", "two rows"],
 )
 def test_little_room_delays_them_and_changes_nothing(
-    little: dict[str, Any], overlapped: bool, wanted: list[list[int]]
+    little: dict[str, Any], overlapped: bool, path: Path, wanted: list[list[int]]
 ) -> None:
-    llm = LLM(**SETTINGS | {"max_model_len": 64} | little, **{"scheduler.async": overlapped})
+    llm = LLM(path, **SETTINGS | {"max_model_len": 64} | little, **{"scheduler.async": overlapped})
     assert texts(llm, CASES * 2) == wanted * 2
 
 
-def test_both_of_a_pair_are_preempted(wanted: list[list[int]]) -> None:
+def test_both_of_a_pair_are_preempted(path: Path, wanted: list[list[int]]) -> None:
     for overlapped in (False, True):
-        llm = LLM(**SETTINGS, max_num_seqs=8, **{"scheduler.async": overlapped})
+        llm = LLM(path, **SETTINGS, max_num_seqs=8, **{"scheduler.async": overlapped})
         engine = llm.engine
         requests = [
             engine.add(f"r{i}", llm.tokenizer.encode(case[0]), greedy(*case[1:])) for i, case in enumerate(CASES)
@@ -154,18 +158,18 @@ def test_pairs_that_overtake_one_another_do_not_wait_for_ever(lacking: str, over
 
 def test_a_pair_keeps_its_adapters_slot_until_both_have_used_it(tiny: Tiny, tmp_path: Path) -> None:
     path = tiny("llama")
-    oracle = PeftOracle(path, tmp_path, {name: {"target_modules": r".*\.q_proj"} for name in ("first", "second")})
+    peft = PeftOracle(path, tmp_path, {name: {"target_modules": r".*\.q_proj"} for name in ("first", "second")})
     more = {"lora.name": "torch", "lora.max_adapters": 1, "scheduler.policy": "priority"}
     llm = LLM(path, **SETTINGS | more, max_num_seqs=4, **{"scheduler.max_batched_tokens": 8})
     params, prompts = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), random_prompts([20, 6])
     pair = add(
-        llm, "pair", prompts[0], evolve(params, guidance_scale=1.5), priority=5, lora_request=oracle.request("first")
+        llm, "pair", prompts[0], evolve(params, guidance_scale=1.5), priority=5, lora_request=peft.request("first")
     )
     llm.engine.step()
-    other = add(llm, "other", prompts[1], params, priority=0, lora_request=oracle.request("second"))
+    other = add(llm, "other", prompts[1], params, priority=0, lora_request=peft.request("second"))
     run_out(llm)
     assert len(pair.output_token_ids) == 4
-    assert other.output_token_ids == oracle.greedy("second", prompts[1], 4)
+    assert other.output_token_ids == peft.greedy("second", prompts[1], 4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -264,8 +268,10 @@ def test_the_pair_ends_where_the_longer_prompt_meets_the_models_length(llm: LLM)
         ({}, {"negative_prompt_token_ids": [1] * 200}, "negative_prompt: the prompt has 200 tokens"),
     ],
 )
-def test_what_cannot_be_guided_is_refused(settings: dict[str, Any], params: dict[str, Any], says: str) -> None:
-    llm = LLM(**SETTINGS | settings)
+def test_what_cannot_be_guided_is_refused(
+    settings: dict[str, Any], params: dict[str, Any], says: str, path: Path
+) -> None:
+    llm = LLM(path, **SETTINGS | settings)
     with pytest.raises(RequestError, match=says):
         llm.generate("def f(", SamplingParams(guidance_scale=1.5, **params))
     assert not llm.engine.requests

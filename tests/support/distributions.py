@@ -7,6 +7,7 @@ writes the table of docs/drafters.md.
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,9 @@ from repository import ROOT
 
 from slotline.core import LLM, SamplingParams
 from slotline.testing.oracles.drafter import ChiSquare, chi_square
+
+if str(ROOT) not in sys.path:  # as a program
+    sys.path.append(str(ROOT))
 from tests.proposers.test_medusa import heads_of, written
 
 PAGE = ROOT / "docs" / "drafters.md"
@@ -31,7 +35,7 @@ VOCAB, TEXTS, K = 8, 4000, 3
 PROMPT = [2, 1, 2]
 LENGTH = K + 2
 """Of a text: behind its first token there is room for K drafts and one more token."""
-BATCH: Mapping[str, Any] = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+BATCH: Mapping[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "memory": "16MiB"}
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "cold, top-k": {"temperature": 0.6, "top_k": 5},
@@ -80,10 +84,20 @@ def law_of(scoring: LLM, params: SamplingParams) -> Law:
     return law
 
 
+_SEEDED: dict[str, list[SamplingParams]] = {}
+
+
+def seeded(settings: Mapping[str, Any]) -> list[SamplingParams]:
+    """Return the parameters of every text with these settings: each has a seed of its own. They are made once."""
+    key = repr(settings)
+    if key not in _SEEDED:
+        _SEEDED[key] = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=i, **settings) for i in range(TEXTS)]
+    return _SEEDED[key]
+
+
 def against(llm: LLM, law: Law, settings: Mapping[str, Any]) -> ChiSquare:
     """Pearson's chi-square over texts by first token: the joint counts of the next two, the first places of a draft."""
-    params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=i, **settings) for i in range(TEXTS)]
-    texts = llm.generate([PROMPT] * TEXTS, params)
+    texts = llm.generate([PROMPT] * TEXTS, seeded(settings))
     counts = np.zeros((VOCAB,) * 3)
     for text in texts:
         counts[tuple(text.outputs[0].token_ids[:3])] += 1

@@ -7,6 +7,7 @@ is small enough that a test costs milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -523,7 +524,7 @@ def build_tokenizer(path: Path) -> Path:
 
 def greedy_reference(path: Path, prompt_ids: list[int], max_tokens: int) -> list[int]:
     """The tokens that transformers' greedy generation adds to a prompt, float32 and eager attention."""
-    model = oracle(path)
+    model = known_oracle(path)
     prompt = torch.tensor([prompt_ids])  # [1, len(prompt_ids)]
     with torch.no_grad():
         out = model.generate(
@@ -539,7 +540,7 @@ def greedy_reference(path: Path, prompt_ids: list[int], max_tokens: int) -> list
 def logits_reference(path: Path, token_ids: list[int]) -> torch.Tensor:
     """transformers' logits [len(token_ids), vocab_size] at every position, float32 and eager attention."""
     with torch.no_grad():
-        logits: torch.Tensor = oracle(path)(torch.tensor([token_ids]), use_cache=False).logits[0]
+        logits: torch.Tensor = known_oracle(path)(torch.tensor([token_ids]), use_cache=False).logits[0]
     return logits
 
 
@@ -549,6 +550,19 @@ def oracle(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation=attention, trust_remote_code=False
     ).eval()
+
+
+def known_oracle(path: Path) -> Any:
+    """Return `oracle(path)`, loaded once for each state of the folder's files. Callers must not change it."""
+    written = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.iterdir()))
+    model = _kept_oracle(path, written)
+    forget(model)
+    return model
+
+
+@lru_cache(maxsize=16)
+def _kept_oracle(path: Path, written: tuple[tuple[str, int], ...]) -> Any:
+    return oracle(path)
 
 
 def attention_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,17 @@ def recording(seed: int, seconds: float = 0.8) -> npt.NDArray[np.float32]:
     return (0.2 * tones + 0.05 * rng.standard_normal(len(time))).astype(np.float32)
 
 
-def greedy_reference(path: Path, audio: npt.NDArray[np.float32], prompt: list[int], max_tokens: int) -> list[int]:
-    """What `generate` of transformers gives for one recording alone."""
+@cache
+def _oracle(path: Path) -> tuple[Any, Any]:
     model = transformers.WhisperForConditionalGeneration.from_pretrained(
         path, attn_implementation="eager", trust_remote_code=False
-    ).eval()
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
+    )
+    return model.eval(), transformers.WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
+
+
+def greedy_reference(path: Path, audio: npt.NDArray[np.float32], prompt: list[int], max_tokens: int) -> list[int]:
+    """What `generate` of transformers gives for one recording alone."""
+    model, extractor = _oracle(path)
     features = extractor(audio, sampling_rate=RATE, return_tensors="pt").input_features
     model.generation_config = transformers.GenerationConfig(decoder_start_token_id=1, pad_token_id=0)  # no end token
     with torch.no_grad():
