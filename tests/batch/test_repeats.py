@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from arena import Arena
+from devices import tables_on_a_device
 from engine_driver import add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS
 
@@ -20,7 +21,7 @@ from slotline.core.batch.sampling_metadata import PackedParameters
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.builder import engine_builder as build
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
-from slotline.core.kv_cache.block_table import DeviceTables, HostTables
+from slotline.core.kv_cache.block_table import HostTables
 from slotline.core.model_runner.input_preparer import InputPreparer
 from tests.engine.test_engine_equality import pool_of
 
@@ -95,7 +96,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., Watche
 
     def make(family: str, **settings: Any) -> Watched:
         monkeypatch.setattr(build, "transfer_buffer_for", Arena)
-        monkeypatch.setattr(build, "tables_for", DeviceTables)
+        monkeypatch.setattr(build, "tables_for", tables_on_a_device)
         llm = LLM(tiny(family), **{**DEFAULTS, **SMALL, **ON, **settings})
         monkeypatch.undo()
         return Watched(llm)

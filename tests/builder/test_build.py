@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from devices import transfer_buffer_for
 from repository import ROOT
 
+from slotline.backends.cuda.copies import PinnedBuffer as CudaTransferBuffer
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.engine_builder import EngineBuilder
-from slotline.core.device.transfer_buffer import CpuTransferBuffer, CudaTransferBuffer, transfer_buffer_for
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.errors import CapacityError

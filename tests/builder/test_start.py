@@ -14,11 +14,12 @@ import torch
 from engine_driver import random_prompts, tokens_of
 from tiny_engines import DEFAULTS
 
+from slotline.backends.cuda import copies as staging
 from slotline.core import LLM, SamplingParams
 from slotline.core.builder import engine_builder as build
 from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.builder.warmup import Warmup
-from slotline.core.device import transfer_buffer as staging
+from slotline.core.device import copy_buffer
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -112,7 +113,7 @@ def test_the_profile_of_a_gpu_encodes_as_much_as_a_step_may_beside_a_full_cache_
 
     monkeypatch.setattr(encoding.model, "encode", encode)
     start.clear()
-    builder._profile(first, encoding, 48, on_cuda=True)
+    builder._profile(first, encoding, 48, overlaps=True)
     assert [name for name, _ in start] == ["profile", "run", "warm_up"]
     assert start[-1][1][0] == 3, "the sampler draws for all requests"
     assert encoded == [max(1, encoding.cache.max_tokens_per_step // 9)]
@@ -150,7 +151,7 @@ class LateEvent:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> staging.CudaTransferBuffer:
+def late(monkeypatch: pytest.MonkeyPatch) -> staging.PinnedBuffer:
     """The staging of a GPU in host memory: its copies read what is copied when they land, as a GPU's do."""
 
     def empty(*size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> torch.Tensor:
@@ -166,13 +167,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> staging.CudaTransferBuffer:
 
     Late.stream.clear()
     monkeypatch.setattr(staging, "torch", Torch())
-    made = staging.CudaTransferBuffer("cuda:0")
+    monkeypatch.setattr(copy_buffer, "torch", Torch())
+    made = staging.PinnedBuffer("cuda:0")
     made.reserve(1 << 16)
     return made
 
 
 @pytest.mark.behaviour(30, 88)
-def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: staging.CudaTransferBuffer) -> None:
+def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: staging.PinnedBuffer) -> None:
     for step in range(5):
         late.begin()
         if step:  # what the step before sent is there by now, whatever comes into the buffer next
@@ -187,7 +189,7 @@ def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: st
 
 @pytest.mark.behaviour(88)
 def test_a_result_is_read_only_when_its_copy_has_landed_and_is_the_callers_own(
-    late: staging.CudaTransferBuffer,
+    late: staging.PinnedBuffer,
 ) -> None:
     results = [late.download(torch.full((3, 2), value)) for value in range(4)]
     for value, result in enumerate(results):

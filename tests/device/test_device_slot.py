@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from repository import TESTS
 
 from slotline.core.device import TorchDevice, TorchOps
 from slotline.registry import (
@@ -172,3 +175,18 @@ def test_the_base_class_is_a_device_with_torchs_operations() -> None:
     assert device.info().type == "acme"
     assert 0 < device.memory().free <= device.memory().total
     assert DeviceContext(contract=1, name="acme").index is None
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (TESTS.parent / "docs" / "devices.md").read_text(encoding="utf-8")
+    described, made, operations = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    package = tmp_path / "acme_device"
+    package.mkdir()
+    (package / "__init__.py").write_text(described, encoding="utf-8")
+    (package / "device.py").write_text(made, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme_device", raising=False)
+    monkeypatch.delitem(sys.modules, "acme_device.device", raising=False)
+    registry = PluginRegistry.discover(load_config(environ={}), inline=[f"{package}/__init__.py:descriptor"])
+    assert Devices(registry).named("acme:1").name == "acme:1"
+    exec(operations, {})

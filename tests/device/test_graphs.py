@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -115,7 +114,7 @@ def capture(
     """Captures one and two decoding requests in pretended graphs; what happens is noted."""
     events: list[str] = []
     monkeypatch.setattr(graphs, "Recorder", lambda pool, parts: PretendedRecorder(events, parts))
-    monkeypatch.setattr(graphs, "GraphCapture", lambda fix: PretendedCapturing())
+    monkeypatch.setattr(graphs, "GraphCapture", lambda fix, device: PretendedCapturing())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def made(state: str) -> tuple[GraphRunner, list[str]]:
@@ -182,10 +181,7 @@ def test_what_goes_wrong_in_a_capture_is_a_typed_error_with_its_remedy(
 ) -> None:
     made, _ = capture("captured")
     made._captured.clear()
-    for name in ("Stream", "current_stream", "graph_pool_handle"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    made.device = MagicMock()
     monkeypatch.setattr(graphs, "GraphCapture", GraphCapture)
 
     def fail(*_: object, **__: object) -> None:
@@ -271,7 +267,7 @@ def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_o
     assert calls == ["begin", "mark", "mark"] * 2 + ["begin", "mark"]
     calls.clear()
     monkeypatch.setattr(capturing, "Recorder", lambda pool, parts, replayed: PretendedRecorder([], parts))
-    monkeypatch.setattr(capturing, "GraphCapture", lambda fix: PretendedCapturing())
+    monkeypatch.setattr(capturing, "GraphCapture", lambda fix, device: PretendedCapturing())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     router = engine.runner.router
     monkeypatch.setattr(router, "groups", tuple(evolve(group, any_captured=True) for group in router.groups))
@@ -293,7 +289,7 @@ def rehearsed(
         engine, events = engines(tiny("llama")).engine, list[str]()
         runner, made_up = engine.runner, engine.gatherer.dummy
         monkeypatch.setattr(capturing, "Recorder", lambda pool, parts, replayed: PretendedRecorder(events, parts))
-        monkeypatch.setattr(capturing, "GraphCapture", lambda fix: PretendedCapturing())
+        monkeypatch.setattr(capturing, "GraphCapture", lambda fix, device: PretendedCapturing())
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         plan, forward, head = runner.plan, runner.model.forward, runner.model.compute_logits
         serve, draw = runner.router._serve, rehearsal.sample

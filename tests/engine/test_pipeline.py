@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from attrs import evolve
+from devices import tables_on_a_device
 from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
 from tiny_engines import DEFAULTS
 
@@ -191,7 +192,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
         "slotline.core.builder.engine_builder.transfer_buffer_for", lambda _: made.append(FixedBuffers()) or made[-1]
     )
     for module in ("builder.engine_builder", "builder.placement"):
-        monkeypatch.setattr(f"slotline.core.{module}.tables_for", DeviceTables)
+        monkeypatch.setattr(f"slotline.core.{module}.tables_for", tables_on_a_device)
     path, settings = tiny(family), over(3, memory=f"{20 * 4}KiB", **{"scheduler.async": asynchronous})
     llm = LLM(path, **{**DEFAULTS, **settings})
     outputs = llm.generate(PROMPTS, GREEDY)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import transfer_buffer_for
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.device.transfer_buffer import transfer_buffer_for
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import DeviceTables, HostTables
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
@@ -68,7 +68,7 @@ def test_a_device_has_the_tables_of_the_host_after_each_change() -> None:
 
 def test_the_kernels_move_whole_rows() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from slotline.core.kv_cache.triton_tables import BLOCK, put_rows, take_rows
+    from slotline.backends.cuda.triton_tables import BLOCK, put_rows, take_rows
 
     table = torch.arange(7 * (BLOCK + 5), dtype=torch.int32, device=DEVICE).view(7, -1)
     rows = torch.tensor([6, 0, 3], device=DEVICE)

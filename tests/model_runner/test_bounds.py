@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from slotline.core.model_runner import rejected_token_correction as bounds
 from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
 from slotline.core.model_runner.rejected_token_correction import Bounds, subtract_rejected
 
-kernels = pytest.importorskip("slotline.core.model_runner.triton_bounds", reason="the kernel is Triton's")
+kernels = pytest.importorskip("slotline.backends.cuda.triton_bounds", reason="the kernel is Triton's")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQUESTS, SIZES, COLUMNS = 9, (16, 32), 8
 
@@ -21,9 +20,7 @@ MAX_REQUESTS, SIZES, COLUMNS = 9, (16, 32), 8
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_fell_is_taken_off_lengths_positions_and_slots(
-    groups: int, states: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fell_is_taken_off_lengths_positions_and_slots(groups: int, states: bool, seed: int) -> None:
     """Requests of several tokens each, one padded, padded tokens behind; a group of an encoder stays as it is."""
     random = np.random.default_rng(seed)
     rows = random.permutation(MAX_REQUESTS)[:5]
@@ -43,7 +40,6 @@ def test_what_fell_is_taken_off_lengths_positions_and_slots(
     request = np.minimum(owner, 5)
     found = []
     for triton in (False, True):
-        monkeypatch.setattr(bounds, "has_triton", lambda: False)
         made = [torch.from_numpy(array.copy()).to(DEVICE) for array in (positions, *slots)]
         seq_lens = torch.from_numpy(np.append(ends, 0).astype(np.int32)).to(DEVICE)
         accepted = torch.full((6,), 5, dtype=torch.int32, device=DEVICE)

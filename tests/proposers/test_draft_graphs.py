@@ -113,7 +113,7 @@ def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engin
 def test_the_kernel_finds_the_places_that_torch_finds(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch, leads: bool
 ) -> None:
-    kernel = pytest.importorskip("slotline.core.speculation.triton_places", reason="the kernel is Triton's")
+    kernel = pytest.importorskip("slotline.backends.cuda.triton_places", reason="the kernel is Triton's")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
     drafting, longest = llm.engine.drafting, llm.engine.limits.max_model_len

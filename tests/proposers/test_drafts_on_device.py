@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.speculation import device_verification as on_device
 from slotline.core.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
 from slotline.core.speculation.verification import standing
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.speculation.triton_drafts import find_stood_triton, keep_drafts_triton
+from slotline.backends.cuda.triton_drafts import find_stood_triton, keep_drafts_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, MAX_REQUESTS, MAX_DRAFTS = 7, 9, 5
@@ -26,12 +25,6 @@ def table() -> PlaceholderTokens:
 
 def on_the_device(numbers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers)).to(DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def torchs_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the module itself calls, on a card too; the kernels are called by name here."""
-    monkeypatch.setattr(on_device, "has_triton", lambda: False)
 
 
 @st.composite

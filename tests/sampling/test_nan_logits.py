@@ -73,10 +73,11 @@ def test_rows_without_nan_are_not_taken_for_such_whatever_infinities_they_hold(l
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_the_kernels_notice_the_same_rows_and_tell_the_host(limits: dict[str, Any], vocab_size: int) -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
+    from devices import transfer_buffer_for
+
+    from slotline.backends.cuda.triton_fast_sampler import FastSampler
     from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-    from slotline.core.device.transfer_buffer import transfer_buffer_for
     from slotline.core.sampling import triton_sampling
-    from slotline.core.sampling.triton_fast_sampler import FastSampler
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, wanted = nan_rows(vocab_size)

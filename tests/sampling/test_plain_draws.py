@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import transfer_buffer_for
 from engine_driver import add, random_prompts, run_all
 from sampling_cases import batch, params
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.device.transfer_buffer import transfer_buffer_for
 from slotline.registry.errors import IntegrityError
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling.triton_fast_sampler import FastSampler
+from slotline.backends.cuda.triton_fast_sampler import FastSampler
 from slotline.core.sampling.triton_sampling import sample_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")

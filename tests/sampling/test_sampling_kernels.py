@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import transfer_buffer_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import allowed, batch, params
@@ -15,7 +16,7 @@ from sampling_cases import allowed, batch, params
 from slotline.core.batch.logprobs import pack_logprobs
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, PackedParameters, SamplingMetadata
 from slotline.core.device.torch_sampling import sample_torch
-from slotline.core.device.transfer_buffer import reserved_bytes, transfer_buffer_for
+from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE, Processed
 from slotline.core.sampling.sampler import sample, uniforms
 

@@ -128,6 +128,11 @@ class Planned:
         return self.stages.stages[-1].device
 
     @property
+    def on_host(self) -> bool:
+        """Whether the devices compute in the host's memory."""
+        return bool(self.device_capabilities.host_memory.support)
+
+    @property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """Return all attention layers that the plan serves, by index: the model's, then the drafter's."""
         return self.facts.layers + self.draft_layers

@@ -21,7 +21,8 @@ class CudaGraph:
         self.replay = self._graph.replay  # bound once: it is called in every step
 
     def begin(self) -> None:
-        """Begin to capture on the current stream."""
+        """Begin to capture on the current stream, once all that was launched is over."""
+        torch.cuda.synchronize()
         self._graph.capture_begin(pool=self._pool)
 
     def end(self) -> None:

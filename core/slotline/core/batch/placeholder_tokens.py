@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.device.torch_ops import TorchOps
+from slotline.registry.contracts import DeviceOps
+
 Int = npt.NDArray[np.int64]
 
 
@@ -22,13 +25,17 @@ class PlaceholderTokens:
     """The table.
 
     Attributes:
+        ops: operations of the device that the table lies on.
         tokens: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device, the token that each id means.
         max_drafts: most drafts of a row; 0 where nothing is drafted.
         fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that did not stand; 0 behind the
             last row, for rows whose tokens are known.
     """
 
-    def __init__(self, vocab_size: int, max_requests: int, device: str, max_drafts: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, max_requests: int, device: str, max_drafts: int = 0, ops: DeviceOps | None = None
+    ) -> None:
+        self.ops: DeviceOps = ops or TorchOps()
         self.max_drafts = max_drafts
         self.fallen = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size

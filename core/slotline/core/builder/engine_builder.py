@@ -23,8 +23,7 @@ from slotline.core.builder.request_services import (
     load_tokenizer,
 )
 from slotline.core.builder.warmup import Warmup
-from slotline.core.device.scope import device_scope
-from slotline.core.device.transfer_buffer import TransferBuffer, transfer_buffer_for
+from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
@@ -52,6 +51,7 @@ from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
+    Device,
     KVSpec,
     Model,
     ModelContext,
@@ -78,7 +78,7 @@ def build_engine(loaded: LoadedConfig) -> Engine:
         logger.warning(warning)
     for note in planned.plan.warnings:
         logger.warning("%s %s [%s]", note.code, note.text, note.key)
-    with device_scope(planned.device), compiling.KernelLog():
+    with planned.hardware[planned.device].scope(), compiling.KernelLog():
         engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
@@ -131,7 +131,7 @@ class EngineBuilder:
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
         encoding = self._encoding(model)
         first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
-        if planned.device.startswith("cuda"):
+        if planned.device_capabilities.streams.support:
             with self.startup.scope("compile"):
                 first.compile_forwards()
         with self.startup.scope("profile"):
@@ -182,7 +182,7 @@ class EngineBuilder:
             first.warm_up()
         engine.graphs = runner.graphs = build_graphs(planned, engine)
         # Where something was compiled, it is a first start, and captures and requests will compile more.
-        if compiled.count and planned.device.startswith("cuda"):
+        if compiled.count and planned.device_capabilities.streams.support:
             with self.startup.scope("compile"):
                 first.compile_ahead(engine.graphs)
         if engine.graphs is not None:
@@ -210,6 +210,7 @@ class EngineBuilder:
             offload_bytes=int(config.offload_gib * 2**30),
             batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,
+            captured=planned.plan.graphs.any_captured,
             options=self.planned.options(planned.family_descriptor),
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
@@ -236,13 +237,18 @@ class EngineBuilder:
         config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
         vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
         kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
-        stagings = [transfer_buffer_for(stage.device) for stage in stages]
-        tables = tables_for(groups, kernel_sizes, stagings[0], stages[0].device)
-        later = later_feeds(plan, self.planned.stages, groups, stagings[1:])
+        hardware = self.planned.hardware
+        stagings = [transfer_buffer_for(hardware[stage.device]) for stage in stages]
+        tables = tables_for(groups, kernel_sizes, stagings[0], hardware[stages[0].device], on_host=self.planned.on_host)
+        later = later_feeds(plan, self.planned.stages, groups, stagings[1:], hardware, on_host=self.planned.on_host)
         stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
         most_drafts = drafting.num_tokens if drafting else 0
         last_tokens = (
-            PlaceholderTokens(vocab_size, rows.max_requests, stages[0].device, most_drafts) if stands_in else None
+            PlaceholderTokens(
+                vocab_size, rows.max_requests, stages[0].device, most_drafts, hardware[stages[0].device].ops
+            )
+            if stands_in
+            else None
         )
         gatherer = InputPreparer(
             rows,
@@ -294,7 +300,7 @@ class EngineBuilder:
             rows,
             runner.drafting,
             runner.last_tokens,
-            transfer_buffer_for(self.planned.device),
+            transfer_buffer_for(self.planned.hardware[self.planned.device]),
             runner.states,
             max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
             vocab_size=self.planned.facts.vocab_size,
@@ -329,24 +335,25 @@ class EngineBuilder:
         )
 
     def _size(self, first: Warmup, specs: list[KVSpec], encoding: EncoderRunner | None) -> MemoryReport:
-        config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
+        config, plan = self.planned.loaded.config, self.planned.plan
         requests, most, runner = config.scheduler.max_requests, first.most_tokens, first.runner
-        on_cuda = device.startswith("cuda")
-        tokens = most if on_cuda else min(most, _CPU_PROFILE_TOKENS)
+        overlaps = bool(self.planned.device_capabilities.streams.support)
+        tokens = most if overlaps else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
-            self._profile(first, encoding, tokens, on_cuda=on_cuda)
+            self._profile(first, encoding, tokens, overlaps=overlaps)
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
         report = size_pool(
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
-            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices),
+            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices, self.planned.hardware),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
             state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
             checkpoints=runner.states.num_slots - requests if runner.states else 0,
+            hardware=None if self.planned.on_host else self.planned.hardware,
         )
         if report.num_blocks - 1 < sum(held):
             raise CapacityError(
@@ -356,19 +363,19 @@ class EngineBuilder:
             )
         return report
 
-    def _profile(self, first: Warmup, encoding: EncoderRunner | None, tokens: int, *, on_cuda: bool) -> None:
+    def _profile(self, first: Warmup, encoding: EncoderRunner | None, tokens: int, *, overlaps: bool) -> None:
         """Run what takes most memory: the encoder, a step of so many tokens, the drafter and the sampler.
 
         Args:
-            on_cuda: whether the encoder and the sampler run at their largest too.
+            overlaps: whether the device works on its own, and the encoder and the sampler run at their largest too.
         """
         with oom_as_capacity_error(
             "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
         ):
-            held = encoding.profile() if encoding is not None and on_cuda else None
+            held = encoding.profile() if encoding is not None and overlaps else None
         inputs, runner = first.largest(tokens), first.runner
         count = len(inputs.rows)
-        if encoding is not None and on_cuda:
+        if encoding is not None and overlaps:
             inputs.encoder_states = encoding.made_up_states(count)
         with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
             output = runner.run(inputs)
@@ -377,7 +384,7 @@ class EngineBuilder:
                 runner.drafting.rehearse(output.computed)
         if runner.pooling is None:
             requests = self.planned.loaded.config.scheduler.max_requests
-            warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, self.planned.device)
+            warm_up(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
         del held  # until here: the encoder's cache lies beside a step
 
     def _scheduler(
@@ -394,3 +401,8 @@ class EngineBuilder:
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             adapters=adapters,
         )
+
+
+def transfer_buffer_for(device: Device) -> TransferBuffer:
+    """Return a new buffer for the copies of steps on a device."""
+    return device.transfer_buffer()

@@ -45,6 +45,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         runner.taps,
         runner.states,
         runner.adapters,
+        planned.hardware[planned.device],
     )
 
 

@@ -27,7 +27,8 @@ def build_transfers(
     if descriptor is None:
         return None
     copy = CacheBlockCopy(
-        [[_blocks(pages[layer.index], num_blocks) for layer in group.layers] for group in plan.cache_groups]
+        [[_blocks(pages[layer.index], num_blocks) for layer in group.layers] for group in plan.cache_groups],
+        lambda device: planned.hardware.get(str(device), planned.hardware[planned.device]).copy_stream(),
     )
     groups = tuple(
         ConnectorGroup(

@@ -13,8 +13,7 @@ from attrs import define, evolve, field
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.placement import batches_of
 from slotline.core.builder.plugin_construction import build_plugin
-from slotline.core.device.scope import device_scope
-from slotline.core.kv_cache.allocation import DeviceOf, allocate_pages, bind_caches, no_cache, zeroed_bytes
+from slotline.core.kv_cache.allocation import DeviceOf, allocate_pages, bind_caches, no_cache
 from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.kv_cache.kv_scales import KVScaleTable
@@ -192,7 +191,7 @@ class LayerGroupBuilder:
         return ContextShards(
             shards,
             self._built(descriptor, evolve(context, block_size=size)),
-            spec.bind(zeroed_bytes(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
+            spec.bind(self._zeros(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
             context.device,
             size,
             descriptor.capabilities.lse_base,
@@ -201,14 +200,17 @@ class LayerGroupBuilder:
 
     def _built(self, descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
         """The backend that a descriptor's factory makes, with its device the current one."""
-        with device_scope(context.device):
+        with self.planned.hardware[context.device].scope():
             fix = "lower scheduler.max_batched_tokens or scheduler.max_requests"
             backend: AttentionBackend = build_plugin(self.planned.registry, descriptor, context, fix)
         return backend
 
+    def _zeros(self, count: int, device: str) -> torch.Tensor:
+        return self.planned.hardware[device].zeros(count)
+
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
         """The memory of each layer that owns a cache."""
-        return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
+        return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of, self._zeros)
 
     def router(
         self,
@@ -229,7 +231,9 @@ class LayerGroupBuilder:
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
             caches = self._complete(self._bound(specs, pages, num_blocks))
-        return AttentionDispatcher(attention, caches, checks)
+        device = self.planned.hardware[self.planned.device]
+        may_capture = device.is_capturing if self.planned.device_capabilities.graphs.support else None
+        return AttentionDispatcher(attention, caches, checks, may_capture)
 
     def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
         """Return the caches that the specs make of their memory.
@@ -263,7 +267,7 @@ class LayerGroupBuilder:
         specs = [self._spec(group, group.block_size // len(devices))]
         caches = []
         for device in devices:
-            pages = allocate_pages(plan, specs, num_blocks, _everywhere(device))
+            pages = allocate_pages(plan, specs, num_blocks, _everywhere(device), self._zeros)
             caches.append(self._complete(bind_caches(plan, specs, pages, num_blocks)))
         for one in attention:
             if isinstance(one.backend, ContextShards):
@@ -285,6 +289,7 @@ class LayerGroupBuilder:
                 num_tokens=runner.drafting.num_tokens,
                 leads=runner.drafting.catches_up,
                 device=self.planned.device,
+                ops=self.planned.hardware[self.planned.device].ops,
             )
 
     def states(self) -> StateDispatcher | None:
@@ -305,6 +310,7 @@ class LayerGroupBuilder:
             DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
             explicit=planned.loaded.origins["cache.memory"].kind != "default",
             beside=memory.rollback_bytes // scheduler.max_requests,
+            device=None if planned.on_host else planned.hardware[planned.device],
         )
         if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
             logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
@@ -325,7 +331,9 @@ class LayerGroupBuilder:
             backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
             plugin = planned.registry.full_name(descriptor)
             groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers, plugin=plugin))
-        return StateDispatcher(groups, allocate(self.held_states, num_slots, planned.device), num_slots, planned.device)
+        return StateDispatcher(
+            groups, allocate(self.held_states, num_slots, planned.device, self._zeros), num_slots, planned.device
+        )
 
     def checkpoints(self, rows: RequestTable, states: StateDispatcher | None) -> Checkpoints | None:
         """What is kept of states, where the model keeps any."""

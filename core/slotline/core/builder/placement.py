@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.allocation import block_bytes
@@ -10,9 +10,8 @@ from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.kv_cache.sizing import DeviceMemory
 from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
-from slotline.planner.device import describe_device
 from slotline.planner.pipeline_parallel import Stages
-from slotline.registry.contracts import KVSpec
+from slotline.registry.contracts import Device, KVSpec
 from slotline.registry.negotiation import Plan
 
 
@@ -34,19 +33,29 @@ def batches_of(plan: Plan, stages: Stages) -> list[tuple[int, int]]:
 
 
 def later_feeds(
-    plan: Plan, stages: Stages, groups: Sequence[CacheGroup], stagings: Sequence[TransferBuffer]
+    plan: Plan,
+    stages: Stages,
+    groups: Sequence[CacheGroup],
+    stagings: Sequence[TransferBuffer],
+    hardware: Mapping[str, Device],
+    *,
+    on_host: bool,
 ) -> list[StageInputs]:
     """The feed of each stage but the first; `stagings` are theirs."""
     batches, feeds = batches_of(plan, stages), []
     for stage, staging in enumerate(stagings, start=1):
         read = tuple(group for of_stage, group in batches if of_stage == stage)
         sizes = [plan.cache_groups[index].kernel_block_size for index in read]
-        tables = tables_for([groups[index] for index in read], sizes, staging, stages.stages[stage].device)
+        tables = tables_for(
+            [groups[index] for index in read], sizes, staging, hardware[stages.stages[stage].device], on_host=on_host
+        )
         feeds.append(StageInputs(staging, tables, read))
     return feeds
 
 
-def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: Sequence[str]) -> list[DeviceMemory]:
+def device_memory(
+    plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: Sequence[str], hardware: Mapping[str, Device]
+) -> list[DeviceMemory]:
     """Each device with its part of a block of the pool, before anything is measured.
 
     Args:
@@ -57,6 +66,6 @@ def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: S
         whole = sum(block.values())
         block = {device: whole * shards.count(device) // len(shards) for device in dict.fromkeys(shards)}
     return [
-        DeviceMemory(device=device, total=describe_device(device).total_memory, block=size)
+        DeviceMemory(device=device, total=hardware[device].info().total_memory, block=size)
         for device, size in block.items()
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from slotline.core.api.tokenizer import Tokenizer
@@ -14,13 +12,9 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
 from slotline.core.scheduler.admission import EngineLimits
-from slotline.kernels.triton_support import has_triton
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext
+from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext, TokenSampler
 from slotline.registry.loading import bind_contract
-
-if TYPE_CHECKING:
-    from slotline.core.sampling.triton_fast_sampler import FastSampler
 
 _PROCESSED = frozenset(
     {
@@ -81,19 +75,16 @@ def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | 
 
 def build_plain_draws(
     planned: Planned, last_tokens: PlaceholderTokens | None, staging: TransferBuffer
-) -> FastSampler | None:
+) -> TokenSampler | None:
     """What draws the tokens of steps that ask for nothing else, staged by `staging`.
 
-    None where the next step does not find them on the GPU that draws them, or drafts stand beside them.
+    None where the next step does not find them on the device that draws them, or drafts stand beside them.
     """
     if last_tokens is None or last_tokens.max_drafts or planned.stages.divided:
         return None
-    if not planned.device.startswith("cuda") or not has_triton():
-        return None
-    from slotline.core.sampling.triton_fast_sampler import FastSampler
-
     most = planned.loaded.config.scheduler.max_requests
-    return FastSampler(last_tokens, staging, most, planned.facts.vocab_size, planned.device)
+    ops = planned.hardware[planned.device].ops
+    return ops.token_sampler(last_tokens.tokens, staging, most, planned.facts.vocab_size)
 
 
 def build_grammars(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None) -> StructuredOutputs | None:

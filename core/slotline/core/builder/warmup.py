@@ -19,6 +19,7 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.kernels import triton_precompile as compiling
 from slotline.kernels.triton_support import has_triton
 from slotline.planner.plan import Planned
+from slotline.registry.contracts import Device
 
 _LONG_PROMPT = 4096
 """Tokens of the longest made-up prompt of a warm-up: kernels for prompts may differ by their length."""
@@ -44,7 +45,7 @@ class Warmup:
             even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
             vocab_size=self.planned.facts.vocab_size,
             adapters=max(uses(self.planned)),
-            beginning=self._on_cuda,
+            beginning=self._overlaps,
         )
 
     def warm_up(self) -> None:
@@ -61,17 +62,17 @@ class Warmup:
         planned, missing = self.planned, compiling.MissingKernels()
         draw = draws(planned.loaded.config.scheduler.max_requests, planned.facts.vocab_size, planned.device)
         steps = self._forwards(chain(self._largest_only(), self._warm_ups()))
-        note_lacking(chain((draw,), steps), missing, "profile and warm-up", replayed=False)
-        _compile(missing)
+        note_lacking(chain((draw,), steps), missing, "profile and warm-up", replayed=False, device=self._device)
+        _compile(missing, self.planned.device)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
         """Compile several at a time what captures and later steps will launch."""
         planned, missing = self.planned, compiling.MissingKernels()
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
-            record_launches(self.runner.router, self.gatherer, dtype, most, missing)
+            record_launches(self.runner.router, self.gatherer, dtype, most, missing, self._device)
         if self._may_be_recorded:
-            note_lacking(self._forwards(self._prompts()), missing, "prompts", replayed=False)
+            note_lacking(self._forwards(self._prompts()), missing, "prompts", replayed=False, device=self._device)
         if self.runner.pooling is None and has_triton():
             from slotline.core.sampling.triton_logits_ops import rehearse as rehearse_rows
 
@@ -79,7 +80,7 @@ class Warmup:
                 rehearse_rows(planned.facts.vocab_size, planned.device)
         if graphs is not None:
             graphs.note_lacking(missing)
-        _compile(missing)
+        _compile(missing, self.planned.device)
 
     @property
     def _may_be_recorded(self) -> bool:
@@ -99,8 +100,13 @@ class Warmup:
         return forwards(self.runner, steps, broken)
 
     @property
-    def _on_cuda(self) -> bool:
-        return self.planned.device.startswith("cuda")
+    def _overlaps(self) -> bool:
+        """Whether the host goes on while the device works, so that large made-up steps cost little."""
+        return bool(self.planned.device_capabilities.streams.support)
+
+    @property
+    def _device(self) -> Device:
+        return self.planned.hardware[self.planned.device]
 
     def _largest_only(self) -> Iterator[ModelInputs]:
         """The largest step, made up when it is taken."""
@@ -108,7 +114,7 @@ class Warmup:
 
     def _warm_ups(self) -> Iterator[ModelInputs]:
         """The steps of a warm-up, made up one by one."""
-        sizes = (1, 16, _LONG_PROMPT) if self._on_cuda else (1, 16)
+        sizes = (1, 16, _LONG_PROMPT) if self._overlaps else (1, 16)
         for adapters, size in product(uses(self.planned), sizes):
             yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)
 
@@ -123,5 +129,5 @@ class Warmup:
         return min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
 
 
-def _compile(missing: compiling.MissingKernels) -> None:
-    compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))
+def _compile(missing: compiling.MissingKernels, device: str) -> None:
+    compiling.compile_all(missing, torch.device(device))

@@ -13,7 +13,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array as a tensor on the device.
 
     A copy from ordinary memory would keep the host waiting until the forward pass in front of it is over, so what goes
-    to a CUDA device goes by pinned memory; torch gives that to no one else before it was read.
+    to another device goes by pinned memory; torch gives that to no one else before it was read.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -23,12 +23,15 @@ S = TypeVar("S", bound=HasDevice)
 
 
 def device_scope(device: str) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one: kernels that torch does not launch, streams and captures go there.
+    """Return a context that makes a device the current one, by its torch device string.
 
-    `cuda` without a number is the current one.
+    Kernels that torch does not launch, streams and captures go there. A string without a number is the current one.
     """
     kind, _, index = device.partition(":")
-    return torch.cuda.device(int(index)) if kind == "cuda" and index else nullcontext()
+    if not index or kind == "cpu":
+        return nullcontext()
+    scope: AbstractContextManager[Any] = torch.get_device_module(kind).device(int(index))
+    return scope
 
 
 def on_device(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

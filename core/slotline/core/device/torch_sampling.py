@@ -1,4 +1,4 @@
-"""Sampling in torch, for any device: what the CPU runs, and what the Triton kernels are held against."""
+"""Sampling in torch, for any device: what the CPU runs, and what kernels of devices are held against."""
 
 from __future__ import annotations
 

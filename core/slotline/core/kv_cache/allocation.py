@@ -7,8 +7,6 @@ whole pool, and each kernel block is contiguous.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 
@@ -20,6 +18,8 @@ from slotline.registry.negotiation import CacheGroupPlan, Plan
 from slotline.registry.negotiation.pages import ALIGNMENT
 
 DeviceOf = Callable[[AttentionLayer], str]
+Zeros = Callable[[int, str], torch.Tensor]
+"""Returns zeroed memory, [count] uint8, of a device by its torch device string."""
 
 
 def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dict[str, int]:
@@ -36,18 +36,18 @@ def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dic
 
 
 def allocate_pages(
-    plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf
+    plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf, zeros: Zeros | None = None
 ) -> dict[int, torch.Tensor]:
     """Return the zeroed memory of each layer that owns a cache, by layer index, as `KVSpec.bind` takes it."""
-    groups = list(zip(plan.cache_groups, specs, strict=True))
+    groups, zeros = list(zip(plan.cache_groups, specs, strict=True)), zeros or torch_zeros
     if not _shared(plan):
         return {
-            layer.index: zeroed_bytes(num_blocks * spec.page_bytes(layer), device_of(layer))
+            layer.index: zeros(num_blocks * spec.page_bytes(layer), device_of(layer))
             for group, spec in groups
             for layer in group.layers
         }
     sizes = block_bytes(plan, specs, device_of)
-    raw = {device: zeroed_bytes(num_blocks * size, device) for device, size in sizes.items()}
+    raw = {device: zeros(num_blocks * size, device) for device, size in sizes.items()}
     pages: dict[int, torch.Tensor] = {}
     for group, spec in groups:
         ratio, offsets = _ratio(group), dict.fromkeys(raw, 0)
@@ -93,16 +93,6 @@ def _ratio(group: CacheGroupPlan) -> int:
     return group.block_size // group.kernel_block_size
 
 
-def zeroed_bytes(count: int, device: str) -> torch.Tensor:
-    """Return zeros, [count] uint8.
-
-    On a CPU the system supplies zeroed pages at first use, so a large pool costs nothing until then. Huge pages are
-    used if the system has them, which halves the time of the first use.
-    """
-    if device.startswith("cuda"):
-        return torch.zeros(count, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:count]
+def torch_zeros(count: int, device: str) -> torch.Tensor:
+    """Return zeroed memory [count] uint8 of torch's."""
+    return torch.zeros(count, dtype=torch.uint8, device=device)

@@ -1,14 +1,13 @@
 """Copies of whole blocks between the caches and host memory, for any layout: a block is the bytes of its layers.
 
-The blocks are gathered on the device first, so that one copy transfers a whole block instead of one copy a layer. On a
-GPU these copies run in their own stream: the forward pass after a save waits only for the gathering, as long as the
-staging buffers suffice.
+The blocks are gathered on the device first, so that one copy transfers a whole block instead of one copy a layer. If
+the device has streams these copies run in their own: the forward pass after a save waits only for the gathering, as
+long as the staging buffers suffice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ import torch
 from attrs import frozen
 
 from slotline.core.device.async_copy import to_device
+from slotline.core.device.torch_device import OrderedCopies
+from slotline.registry.contracts import CopyStream
 
 STAGING_BYTES = 128 * 2**20
 """Size of each of a device's two staging buffers, unless a single block is larger."""
@@ -24,69 +25,62 @@ WORD = 8
 
 
 class Lane:
-    """A device's two staging buffers, used alternately, and the stream that copies while the device works.
+    """A device's two staging buffers, used alternately, and the queue that copies while the device works.
 
     Args:
         device: on which the buffers are allocated.
         num_bytes: size of each buffer. The buffers are allocated at first use.
+        copies: the queue.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, copies: CopyStream) -> None:
         self.device = device
         self._num_bytes = num_bytes
-        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = copies
         self._buffers: list[tuple[torch.Tensor, Any]] = []  # each with an event after its last use
 
     def from_device(self, count: int, size: int) -> torch.Tensor:
-        """Return a buffer [count, size] uint8 that the current stream may write."""
+        """Return a buffer [count, size] uint8 that computations may write."""
         buffer, used = self._take()
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_event(used)
+        self._copies.wait(used, copies=False)
         return buffer[: count * size].view(count, size)
 
     def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Copy the current stream's output to the rows of host memory."""
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with self._beside():
+        """Copy the output of the computations so far to the rows of host memory."""
+        self._copies.wait_for_compute()
+        with self._copies.scope():
             for row, block in zip(rows, staged, strict=True):
                 row.copy_(block, non_blocking=True)
-        self._put_back(self._side)
+        self._put_back(copies=True)
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return rows of host memory for the current stream, [len(rows), size] uint8. Call `put_back` after reading."""
+        """Return rows of host memory for computations, [len(rows), size] uint8. Call `put_back` after reading."""
         buffer, used = self._take()
         size = rows[0].numel()
         staged = buffer[: len(rows) * size].view(len(rows), size)
-        with self._beside():
-            if self._side is not None:
-                self._side.wait_event(used)
+        with self._copies.scope():
+            self._copies.wait(used, copies=True)
             for row, block in zip(rows, staged, strict=True):
                 block.copy_(row, non_blocking=True)
-        if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        self._copies.compute_waits()
         return staged
 
     def put_back(self) -> None:
-        """Record that the current stream has read the buffer of `from_rows`."""
-        self._put_back(None if self._side is None else torch.cuda.current_stream(self.device))
-
-    def _beside(self) -> Any:
-        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+        """Record that the computations so far have read the buffer of `from_rows`."""
+        self._put_back(copies=False)
 
     def _take(self) -> tuple[torch.Tensor, Any]:
         """Return the buffer whose turn it is."""
         if not self._buffers:
             for _ in range(2):
                 buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
-                stream = None if self._side is None else torch.cuda.current_stream(self.device)
-                self._buffers.append((buffer, stream and stream.record_event()))
+                self._buffers.append((buffer, self._copies.record(copies=False)))
         return self._buffers[0]
 
-    def _put_back(self, stream: Any) -> None:
-        """Record the work of `stream` so far as the buffer's last use, and switch to the other buffer."""
+    def _put_back(self, *, copies: bool) -> None:
+        """Record the copies or computations so far as the buffer's last use, and switch to the other buffer."""
         buffer, _ = self._buffers.pop(0)
-        self._buffers.append((buffer, stream and stream.record_event()))
+        self._buffers.append((buffer, self._copies.record(copies=copies)))
 
 
 @frozen(eq=False)
@@ -122,16 +116,21 @@ class CacheBlockCopy:
 
     Args:
         groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
+        copies: makes a queue of copies of a device.
 
     Attributes:
         block_bytes: bytes of one block over all layers, by group.
     """
 
-    def __init__(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        copies: Callable[[torch.device], CopyStream] = lambda _: OrderedCopies(),
+    ) -> None:
         self.block_bytes = [sum(pages[0].numel() for pages in layers) for layers in groups]
         devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
         largest = max(STAGING_BYTES, *self.block_bytes)
-        lanes = {device: Lane(device, largest) for device in devices}
+        lanes = {device: Lane(device, largest, copies(device)) for device in devices}
         self._segments = [_segments(layers, lanes) for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.scope import device_scope
+from slotline.core.device.torch_device import TorchDevice
 from slotline.core.device.transfer_buffer import TransferBuffer, reserved_bytes
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
-from slotline.kernels.triton_support import has_triton
+from slotline.registry.contracts import Device
 
 Int = npt.NDArray[np.int64]
 
@@ -55,7 +55,7 @@ class HostTables:
 
 
 class DeviceTables:
-    """Block tables of all rows on a GPU. Uploads only changed rows and gathers the batch's rows on the device.
+    """Block tables of all rows on a device. Uploads only changed rows and gathers the batch's rows on the device.
 
     The batch's tables always have the same address, so that graphs can read them.
 
@@ -64,7 +64,12 @@ class DeviceTables:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: TransferBuffer, device: str
+        self,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        staging: TransferBuffer,
+        device: str,
+        hardware: Device | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._sizes = tuple(kernel_block_sizes)
@@ -77,8 +82,12 @@ class DeviceTables:
         self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        hardware = hardware or TorchDevice(device, device)
+        self._put_rows, self._gather_rows = hardware.ops.put_rows, hardware.ops.gather_rows
+        self._scope = hardware.scope
         for table in self._tables:  # compile kernels now, so that no step waits for them
-            self._put(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
+            with self._scope():
+                self._put_rows(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
 
     def stage(self, rows: Int) -> None:
         """Upload the row numbers, and the tables of rows that changed since the last step."""
@@ -88,9 +97,10 @@ class DeviceTables:
     def take(self, longest: int) -> list[torch.Tensor]:
         """Apply the changes, then gather."""
         for table, taken, changes in zip(self._tables, self._taken, self._changes, strict=True):
-            if changes is not None:
-                self._put(table, *changes)
-            self._take(table, taken)
+            with self._scope():
+                if changes is not None:
+                    self._put_rows(table, *changes)
+                self._gather_rows(table, self._rows, taken)
         self._changes = []
         return self.views(longest)
 
@@ -117,26 +127,6 @@ class DeviceTables:
             last = self._views[index] = (count, columns, self._taken[index][:count, :columns])
         return last[2]
 
-    def _put(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` [n, width] to the rows `rows` [n] of a table."""
-        if not (table.is_cuda and has_triton()):
-            table.index_copy_(0, rows, values)
-            return
-        from slotline.core.kv_cache.triton_tables import put_rows
-
-        with device_scope(self._device):
-            put_rows(table, rows, values)
-
-    def _take(self, table: torch.Tensor, out: torch.Tensor) -> None:
-        """Gather the step's rows of a table into the first rows of `out`."""
-        if not (table.is_cuda and has_triton()):
-            torch.index_select(table, 0, self._rows, out=out[: len(self._rows)])
-            return
-        from slotline.core.kv_cache.triton_tables import take_rows
-
-        with device_scope(self._device):
-            take_rows(table, self._rows, out)
-
     def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
         changed = np.flatnonzero(group.versions != seen)
         if len(changed) == 0:
@@ -146,9 +136,14 @@ class DeviceTables:
 
 
 def tables_for(
-    groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: TransferBuffer, device: str
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+    staging: TransferBuffer,
+    device: Device,
+    *,
+    on_host: bool,
 ) -> BlockTables:
-    """Return the block tables of a device, by its torch device string."""
-    if device.startswith("cuda"):
-        return DeviceTables(groups, kernel_block_sizes, staging, device)
-    return HostTables(groups, kernel_block_sizes)
+    """Return the tables of a device, which may compute in the host's memory."""
+    if on_host:
+        return HostTables(groups, kernel_block_sizes)
+    return DeviceTables(groups, kernel_block_sizes, staging, device.torch_device, device)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import psutil
-import torch
 from attrs import evolve, frozen
 
+from slotline.core.device.torch_device import host_peak
 from slotline.registry.config import size_in_bytes
+from slotline.registry.contracts import Device, PeakMemory
 from slotline.registry.errors import CapacityError
 
 CHECKPOINT_SHARE = 0.25
@@ -83,6 +84,7 @@ def count_slots(
     *,
     explicit: bool,
     beside: int = 0,
+    device: Device | None = None,
 ) -> int:
     """Count the slots for states before they are allocated: one for each row, and those for checkpoints.
 
@@ -95,11 +97,12 @@ def count_slots(
         explicit: as for `size_pool`.
         memory: of the device that holds the states.
         beside: further bytes that backends hold for each row. Not counted if `asked` is a size for the cache only.
+        device: holds the states; None if they lie in the host's memory.
 
     Raises:
         CapacityError: naming the number of rows, or of checkpoints, that would fit.
     """
-    room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit)
+    room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit, device=device)
     row = each if isinstance(asked, str) else each + beside
     fits = max(room, 0) // row
     if num_rows > fits:
@@ -130,6 +133,7 @@ def size_pool(
     profile: Callable[[], float],
     state_bytes: int = 0,
     checkpoints: int = 0,
+    hardware: Mapping[str, Device] | None = None,
 ) -> MemoryReport:
     """Size the pool that `cache.memory` allows. The device with the least room for its part of a block decides.
 
@@ -141,18 +145,22 @@ def size_pool(
         profile: runs a large step and returns the factor from its size to the largest step's.
         state_bytes: bytes already given to state layers, which count as cache.
         checkpoints: number of state slots for checkpoints, for the report.
+        hardware: the devices with memory of their own, by torch device string. None if they compute in the host's.
 
     Raises:
         CapacityError: if not even one block fits.
     """
-    peaks = _measure([device.device for device in devices], profile)
+    own = hardware or {}
+    peaks = _measure([own[device.device] for device in devices] if own else [], profile)
     devices = [evolve(d, activations=peak) for d, peak in zip(devices, peaks, strict=True)]
     if isinstance(asked, str):
         rooms = [(size_in_bytes(asked), sum(device.block for device in devices), "")]
     else:
-        rooms = [(_room(d, asked, explicit=explicit), d.block, f" on {d.device}") for d in devices]
-    # On a GPU the states are already allocated; elsewhere their memory is taken at first use.
-    taken = state_bytes if isinstance(asked, str) or not devices[0].device.startswith("cuda") else 0
+        rooms = [
+            (_room(d, asked, explicit=explicit, device=own.get(d.device)), d.block, f" on {d.device}") for d in devices
+        ]
+    # A device's states are already allocated. The host's memory is taken at first use.
+    taken = state_bytes if isinstance(asked, str) or not own else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
     cache -= taken
     num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # plus the null block
@@ -166,41 +174,20 @@ def size_pool(
     return MemoryReport(devices=report, num_blocks=num_blocks, states=state_bytes, checkpoints=checkpoints)
 
 
-def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:
-    """Return the bytes available for the cache on one device."""
-    if memory.device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(memory.device)
-        return int(share * memory.total) - (memory.total - free) - memory.activations
+def _room(memory: DeviceMemory, share: float, *, explicit: bool, device: Device | None) -> int:
+    """Return bytes for the cache on one device, which is None for one in the host's memory."""
+    if device is not None:
+        return int(share * memory.total) - (memory.total - device.memory().free) - memory.activations
     room = int(share * psutil.virtual_memory().available) - memory.activations
     return room if explicit else min(room, _CPU_DEFAULT_LIMIT)
 
 
-def _measure(devices: Sequence[str], profile: Callable[[], float]) -> list[int]:
-    """Return the profiled step's peak memory on each device beyond the memory in use before, in bytes."""
-    if devices[0].startswith("cuda"):
-        before = [_start_of_measurement(device) for device in devices]
+def _measure(devices: Sequence[Device], profile: Callable[[], float]) -> list[int]:
+    """Return the peak memory of the profiled step on each device beyond what was in use before, in bytes."""
+    if not devices:
+        profile()  # excludes the memory of compiling and tuning
+    with ExitStack() as stack:
+        peaks: list[PeakMemory] = [stack.enter_context(device.measure_peak()) for device in devices]
+        peaks = peaks or [stack.enter_context(host_peak())]
         factor = profile()
-        return [int((_end_of_measurement(d) - start) * factor) for d, start in zip(devices, before, strict=True)]
-    profile()  # excludes the memory of compiling and tuning
-    highest = _highest()
-    factor = profile()
-    return [int((_highest() - highest) * factor)]
-
-
-def _start_of_measurement(device: str) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _end_of_measurement(device: str) -> int:
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.empty_cache()
-    return peak
-
-
-def _highest() -> int:
-    """Return the most memory this process has held, in bytes. A step that stays below it needs no further memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return [int(found.peak * factor) for found in peaks]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from attrs import frozen
 
+from slotline.core.device.scope import device_scope
 from slotline.registry.errors import ContractError
 
 
@@ -25,8 +26,8 @@ class StagePlugin:
     device: str
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context that makes a CUDA device the current one, on which kernels are launched."""
-        return torch.cuda.device(self.device) if self.device.startswith("cuda") else nullcontext()
+        """Return a context that makes the device the current one, on which kernels are launched."""
+        return device_scope(self.device)
 
 
 class PipelineLora:

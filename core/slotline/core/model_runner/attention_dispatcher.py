@@ -122,7 +122,11 @@ class AttentionDispatcher:
     """
 
     def __init__(
-        self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache], checks: OutputChecks | None = None
+        self,
+        groups: Sequence[AttentionGroup],
+        caches: dict[int, KVCache],
+        checks: OutputChecks | None = None,
+        is_capturing: Callable[[], bool] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.checks = checks
@@ -135,7 +139,7 @@ class AttentionDispatcher:
             for position, group in enumerate(groups)
             for layer in group.layers
         }
-        self._may_be_captured = any(cache.key.is_cuda for cache in caches.values())
+        self._is_capturing = is_capturing
 
     def part(self, layers: Sequence[AttentionLayer]) -> tuple[AttentionDispatcher, list[int]]:
         """A router of some layers over the same caches, and which of a step's batches it is planned with, in order."""
@@ -146,7 +150,7 @@ class AttentionDispatcher:
             for g in groups
         ]
         caches = {layer.index: self._routes[layer.index][2] for layer in layers}
-        return AttentionDispatcher(groups, caches, self.checks), read
+        return AttentionDispatcher(groups, caches, self.checks, self._is_capturing), read
 
     def caches(self) -> list[KVCache]:
         """The caches of all layers, in the layers' order."""
@@ -177,9 +181,9 @@ class AttentionDispatcher:
         standing: Container[str] = (),
     ) -> StepPlans:
         """As `plan`, for `under` to use later."""
-        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+        if self._is_capturing is not None and self._is_capturing():
             raise ModelError(
-                "a step was called while a CUDA graph is captured",
+                "a step was called while a graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
         shown = None if self.checks is None else [ShownBatch.of(batch) for batch in batches]

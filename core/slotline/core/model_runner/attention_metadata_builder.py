@@ -147,7 +147,16 @@ class AttentionMetadataBuilder:
         tables = [feed.tables.take(host.max_seq_len) for feed in self.feeds]
         if bounds is not None and self._last_tokens is not None:
             fallen = self._last_tokens.fallen
-            subtract_rejected(fallen, bounds, sent[0], tables[0], states, self._groups, self._kernel_block_sizes)
+            subtract_rejected(
+                fallen,
+                bounds,
+                sent[0],
+                tables[0],
+                states,
+                self._groups,
+                self._kernel_block_sizes,
+                self._last_tokens.ops,
+            )
         batches = self._batches(host, sent, tables, encoder_lens, judged.mask)
         if self._has_uncached:
             batches += (_uncached(host, sent[0]),)

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs: a stream, a memory pool, the parts that a capture is broken into, and what all of it took."""
+"""Capture of graphs: the parts that a capture is broken into, and what all of it took."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.device.out_of_memory import is_out_of_memory
+from slotline.core.device.torch_device import TorchDevice
 from slotline.kernels import triton_precompile as compiling
 from slotline.kernels.graph_capture_state import as_if_run
+from slotline.registry.contracts.device import Device, Graph
+from slotline.registry.contracts.device import GraphCapture as DeviceCapture
 from slotline.registry.errors import CapacityError, ModelError, SlotlineError
 
 logger = logging.getLogger("slotline")
@@ -49,27 +52,27 @@ class Recorder:
     """Captures one forward in as many graphs as it is broken into.
 
     Attributes:
-        pool: the memory that captures share.
+        pool: the device's session, whose graphs share memory.
         parts: replays of graphs and eager calls between them, in order.
         graphs: how many there are so far.
         replayed: False for graphs that are made to be dropped.
     """
 
-    pool: Any
+    pool: DeviceCapture
     parts: list[Callable[[], None]]
-    graph: torch.cuda.CUDAGraph | None = None
+    graph: Graph | None = None
     graphs: int = 0
     replayed: bool = True
 
     def begin(self) -> None:
         """Begin a graph."""
-        self.graph = torch.cuda.CUDAGraph(keep_graph=not self.replayed)
-        self.graph.capture_begin(pool=self.pool)
+        self.graph = self.pool.graph(replayed=self.replayed)
+        self.graph.begin()
 
     def end(self) -> None:
         """End it, and keep its replay."""
         assert self.graph is not None
-        self.graph.capture_end()
+        self.graph.end()
         self.parts.append(self.graph.replay)
         self.graph = None
         self.graphs += 1
@@ -87,26 +90,26 @@ class Recorder:
 
 
 class GraphCapture:
-    """A stream to capture on and a memory pool; errors become typed, and there is a report at the end.
+    """Session of captures on a device. Errors become typed, and there is a report at the end.
 
     Args:
         fix: what to do where something cannot be captured.
+        device: has graphs.
 
     Attributes:
-        pool: that captures share.
+        pool: the device's session, whose graphs share memory.
         what: is being captured.
     """
 
-    def __init__(self, fix: str) -> None:
-        torch.cuda.synchronize()
-        self._start, self._before = perf_counter(), torch.cuda.mem_get_info()[0]
-        self.pool, self.what = torch.cuda.graph_pool_handle(), ""
-        self._stream, self._fix, self._around = torch.cuda.Stream(), fix, ExitStack()
-        self._stream.wait_stream(torch.cuda.current_stream())
+    def __init__(self, fix: str, device: Device) -> None:
+        device.synchronize()
+        self._start = perf_counter()
+        self.pool, self.what = device.graph_capture(), ""
+        self._fix, self._around = fix, ExitStack()
 
     def __enter__(self) -> Self:
         self._around.enter_context(_no_collection())
-        self._around.enter_context(torch.cuda.stream(self._stream))
+        self._around.enter_context(self.pool)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -128,9 +131,7 @@ class GraphCapture:
 
     def report(self, shapes: int, graphs: int) -> CaptureReport:
         """What it took, once all is captured."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
-        memory, seconds = self._before - torch.cuda.mem_get_info()[0], perf_counter() - self._start
+        memory, seconds = self.pool.finish(), perf_counter() - self._start
         message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
         logger.info(message, shapes, graphs, memory / 2**30, seconds)
         return CaptureReport(shapes=shapes, graphs=graphs, memory=memory, seconds=seconds)
@@ -143,6 +144,7 @@ def note_lacking(
     what: str,
     *,
     replayed: bool,
+    device: Device | None = None,
 ) -> None:
     """Note the kernels that calls lack: each is captured once, which runs nothing, and dropped.
 
@@ -150,14 +152,16 @@ def note_lacking(
         calls: what each needs planned and copied is, when it is taken from here. Each is given its recorder.
         missing: where kernels are noted, see `compiling.leaving_out`.
         what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
+        device: has graphs.
         replayed: whether they will be captured to be replayed, or run by themselves, see `replays.is_replayed`.
     """
+    device = device or TorchDevice("cpu", "cpu")
     with (
-        GraphCapture("report this") as capturing,
+        GraphCapture("report this", device) as capturing,
         nullcontext() if replayed else as_if_run(),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # all of its launches lack a kernel
+        warnings.filterwarnings("ignore", "The .* Graph is empty")  # all of its launches lack a kernel
         dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
         try:
             for call in calls:
@@ -167,7 +171,7 @@ def note_lacking(
         except Exception as error:  # whatever a backend raises at a step that it may never see
             logger.info("the kernels of %s are not all compiled ahead: %s", what, error)
         dropped.clear()
-    torch.cuda.empty_cache()
+    device.release_cached()
 
 
 def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:

@@ -22,6 +22,7 @@ from slotline.core.batch.attend import Attend
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.hidden_states import LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.device.torch_device import TorchDevice
 from slotline.core.kv_cache.cascade_attention import Cascade
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
@@ -29,7 +30,7 @@ from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, Gr
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.state_dispatcher import Advance, StateDispatcher
 from slotline.kernels import triton_precompile as compiling
-from slotline.registry.contracts import Model
+from slotline.registry.contracts import Device, Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
 
@@ -73,7 +74,9 @@ class GraphRunner:
         taps: LayerTaps | None = None,
         states: StateDispatcher | None = None,
         adapters: AdapterManager | None = None,
+        device: Device | None = None,
     ) -> None:
+        self.device = device or TorchDevice("cpu", "cpu")
         self.shapes = shapes
         self.report = CaptureReport()
         self._model = model
@@ -104,7 +107,9 @@ class GraphRunner:
         if self._captured:
             raise ModelError("the graphs are captured already", fix="capture once, when the engine is built")
         count = 0
-        with GraphCapture('set graphs.mode = "none", and tell the author of the model family or backend') as capturing:
+        with GraphCapture(
+            'set graphs.mode = "none", and tell the author of the model family or backend', self.device
+        ) as capturing:
             for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
                 capturing.what = f"the forward of {shape.num_tokens} tokens"
                 self._captured[shape], graphs = self._capture(shape, capturing.pool)
@@ -113,7 +118,9 @@ class GraphRunner:
 
     def note_lacking(self, missing: compiling.MissingKernels) -> None:
         """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`."""
-        note_lacking(map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True)
+        note_lacking(
+            map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True, device=self.device
+        )
 
     def replay(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `CapturedGraph` has of all tokens.
@@ -170,7 +177,7 @@ class GraphRunner:
         inputs, attend, advance = self._planned(shape)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend, advance)
-        torch.cuda.synchronize()
+        self.device.synchronize()
         recorder = Recorder(pool, [])
         recorder.begin()
         hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)

@@ -19,7 +19,7 @@ from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.sampling.sampler import made_up_batch, sample
 from slotline.kernels import triton_precompile as compiling
-from slotline.registry.contracts import AttentionLayer
+from slotline.registry.contracts import AttentionLayer, Device
 
 DECODES = 4
 """Requests with a single token that stand beside a prompt."""
@@ -60,6 +60,7 @@ def record_launches(
     dtype: torch.dtype,
     max_tokens: int,
     missing: compiling.MissingKernels,
+    device: Device | None = None,
 ) -> None:
     """Note the kernels that attention lacks for steps of many sizes.
 
@@ -69,6 +70,7 @@ def record_launches(
         dtype: of queries, keys and values.
         max_tokens: most tokens of a step.
         missing: where kernels are noted, see `compiling.leaving_out`.
+        device: has graphs.
     """
     groups = [g for g in router.groups if g.any_captured and g.layers[0].attention_type == "decoder"]
     rows = gatherer.rows
@@ -80,7 +82,7 @@ def record_launches(
             yield from (partial(_attend, attend, group, sum(lens), dtype) for group in groups)
 
     if groups:
-        note_lacking(calls(), missing, "attention", replayed=False)
+        note_lacking(calls(), missing, "attention", replayed=False, device=device)
 
 
 def draws(num_rows: int, vocab_size: int, device: str) -> Callable[[Recorder], object]:

@@ -8,7 +8,7 @@ log-probabilities of a prompt are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,7 @@ from slotline.core.sampling.sampler import sample_checked
 from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.core.speculation.verification import reject, standing
-from slotline.registry.contracts import Model, MultimodalModel
-
-if TYPE_CHECKING:
-    from slotline.core.sampling.triton_fast_sampler import FastSampler
+from slotline.registry.contracts import Model, MultimodalModel, TokenSampler
 
 Int = npt.NDArray[np.int64]
 NONE_SPOILED: frozenset[int] = frozenset()
@@ -59,7 +56,8 @@ class ModelRunner:
         grammars: says which tokens structured output lets come next, where a plugin for it is there.
         adapters: joins adapters to the model, where any may be used.
         microbatches: which steps' forward passes are cut into pieces.
-        plain_draws: draws the tokens of steps that ask for nothing else, where Triton runs and nothing drafts.
+        plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
+            nothing drafts.
         nan_cause: says who may have made the NaN of a request's logits.
     """
 
@@ -82,7 +80,7 @@ class ModelRunner:
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
         microbatches: Microbatches | None = None,
-        plain_draws: FastSampler | None = None,
+        plain_draws: TokenSampler | None = None,
     ) -> None:
         self.model = model
         self.router = router
@@ -337,7 +335,7 @@ class ModelRunner:
         )
         return {"states": own, "computed": computed}
 
-    def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> FastSampler | None:
+    def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> TokenSampler | None:
         """What draws the tokens of a step that asks for nothing else; None for other steps, and where nothing does."""
         if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
             return None
@@ -348,7 +346,7 @@ class ModelRunner:
             return None
         return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
 
-    def _drawn_plainly(self, launched: ForwardOutput, draws: FastSampler) -> PendingSample:
+    def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
         """The tokens of such a step, and nothing else."""
         inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
         assert inputs.stand_ins is not None

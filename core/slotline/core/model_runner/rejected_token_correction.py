@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
+from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
-from slotline.kernels.triton_support import has_triton
-from slotline.registry.contracts import StateBatch
+from slotline.registry.contracts import DeviceOps, StateBatch
 
 
 class Bounds(NamedTuple):
@@ -55,25 +55,15 @@ def subtract_rejected(
     states: StateBatch | None,
     groups: Sequence[CacheGroup],
     kernel_block_sizes: Sequence[int],
+    ops: DeviceOps | None = None,
 ) -> None:
     """Make bounds exact, in place: `fallen` [max_requests + 1] drafts of each row's step before left no token behind.
 
-    One launch for each cache group where Triton serves the device: the forward pass waits for it.
+    The forward pass waits for it.
     """
     read = [i for i, group in enumerate(groups) if group.encoder_len is None]
     of_groups = [(tables[i], sent.slot_mappings[i], kernel_block_sizes[i]) for i in read]
     accepted = None if states is None else states.num_accepted
-    if fallen.is_cuda and has_triton():
-        from slotline.core.model_runner.triton_bounds import take_off_triton
-
-        take_off_triton(fallen, bounds.which, bounds.owner, sent.positions, sent.seq_lens, accepted, of_groups)
-        return
-    fallen = fallen[bounds.which]
-    sent.seq_lens.sub_(fallen[:-1])
-    sent.positions.sub_(fallen[bounds.owner])
-    if accepted is not None:
-        accepted.sub_(fallen[:-1])
-    request = bounds.owner.clamp(max=len(bounds.which) - 2)
-    for table, slots, size in of_groups:
-        blocks = table[request, sent.positions // size].to(torch.int64)
-        slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))
+    (ops or TorchOps()).subtract_rejected(
+        fallen, bounds.which, bounds.owner, sent.positions, sent.seq_lens, accepted, of_groups
+    )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from slotline.core.kv_cache.allocation import zeroed_bytes
+from slotline.core.kv_cache.allocation import Zeros, torch_zeros
 from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
 from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
 from slotline.kernels.graph_capture_state import is_captured
@@ -147,12 +147,12 @@ class StateDispatcher:
         return self._routes[layer.index][1]
 
 
-def allocate(held: Sequence[HeldStates], num_slots: int, device: str) -> dict[int, State]:
+def allocate(held: Sequence[HeldStates], num_slots: int, device: str, zeros: Zeros = torch_zeros) -> dict[int, State]:
     """Return the zeroed tensors [num_slots, *shape] of each state layer, by layer index and name."""
     states: dict[int, State] = {}
     for part in held:
         for layer in part.layers:
             page = part.spec.page_bytes(layer)
-            raw = zeroed_bytes(num_slots * page, device).view(num_slots, page)
+            raw = zeros(num_slots * page, device).view(num_slots, page)
             states[layer.index] = part.spec.bind(raw, layer, num_slots)
     return states

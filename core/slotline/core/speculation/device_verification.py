@@ -1,7 +1,6 @@
 """Verification on the device with async scheduling: finds the accepted drafts and stores the next ones.
 
-If Triton serves the device, each of the two functions is one kernel. As torch operations they would be some forty
-launches in every step, while the device has nothing else to do. Other devices use torch.
+Each of the two functions is one operation of `DeviceOps`, since the device has nothing else to do.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.kernels.triton_support import has_triton
 
 
 class AcceptedDrafts(NamedTuple):
@@ -55,23 +53,19 @@ def find_accepted(
         logits_indices: [num_logits] int64, for each of the logits the index of its token.
         table: the placeholder tokens.
     """
-    if sampled.is_cuda and has_triton():
-        from slotline.core.speculation.triton_drafts import find_stood_triton
-
-        return AcceptedDrafts(*find_stood_triton(sampled, drafts, on_device, rows, input_ids, logits_indices, table))
-    first, verified, known, stand_ins, *_ = on_device.unbind()
-    stood, last = torch.zeros_like(first), first
-    if drafts is not None:
-        fell = (sampled != drafts).long()
-        before = fell.cumsum(0) - fell
-        stands = before == before[first][places]
-        stood = stood.index_add(0, places, stands.long()) - 1
-        last = first + stood
-    previous = table.resolve(input_ids[logits_indices[last]])  # before the rows' placeholders mean other tokens
-    newest, fallen = sampled[last].clamp(min=0), verified - stood
-    table.record(stand_ins, newest)
-    table.fallen[rows] = fallen
-    return AcceptedDrafts(last, newest, known + stood, fallen, previous)
+    found = table.ops.verify_drafts(
+        sampled,
+        drafts,
+        on_device,
+        rows,
+        places,
+        input_ids,
+        logits_indices,
+        table.tokens,
+        table.fallen,
+        table.max_drafts,
+    )
+    return AcceptedDrafts(*found)
 
 
 def keep_drafts(
@@ -87,13 +81,4 @@ def keep_drafts(
         table: the placeholder tokens.
         vocab_size: size of the vocabulary.
     """
-    if found.is_cuda and has_triton():
-        from slotline.core.speculation.triton_drafts import keep_drafts_triton
-
-        return keep_drafts_triton(found, newest, stand_ins, table, vocab_size)
-    filled = newest[:, None].expand(-1, table.max_drafts).clone()
-    valid = (found >= 0) & (found < vocab_size)
-    columns = found.shape[1]
-    filled[:, :columns] = torch.where(valid, found, filled[:, :columns])
-    table.record_drafts(stand_ins, filled)
-    return torch.cat([found, filled], 1)
+    return table.ops.fill_drafts(found, newest, stand_ins, table.tokens, table.max_drafts, vocab_size)

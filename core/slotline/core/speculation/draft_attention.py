@@ -16,12 +16,12 @@ import torch
 from attrs import frozen
 
 from slotline.core.batch.attend import Attend
+from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
-from slotline.kernels.triton_support import has_triton
-from slotline.registry.contracts import AttentionBatch, AttentionLayer
+from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOps, DraftPlaces
 
 Int = npt.NDArray[np.int64]
 WIDTHS = 16
@@ -111,6 +111,7 @@ class DraftAttention:
         num_tokens: draft tokens.
         leads: True if the first step also takes the token before the newest.
         device: torch device string.
+        ops: operations of the device.
     """
 
     def __init__(
@@ -124,14 +125,15 @@ class DraftAttention:
         num_tokens: int,
         leads: bool,
         device: str,
+        ops: DeviceOps | None = None,
     ) -> None:
         self._router, read = router.part(layers)
         self._groups = [(groups[index], kernel_block_sizes[index]) for index in read]
         self._max_model_len = max_model_len
         self._offsets = np.arange(num_tokens)[:, None]
-        self._steps = torch.arange(num_tokens, device=device)[:, None]
         self._leads = leads
         self._device = device
+        self._find_places = (ops or TorchOps()).draft_places
 
     def reserved_bytes(self, max_requests: int) -> int:
         """Return the most bytes that `stage` uploads."""
@@ -179,25 +181,11 @@ class DraftAttention:
 
     def fill(self, found: Places, positions: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
         """Write `places` into `found`."""
-        each = zip(tables, found.slots, found.lead_slots, self._groups, strict=True)
-        if positions.is_cuda and has_triton():
-            from slotline.core.speculation.triton_places import fill_places
-
-            for table, slots, lead_slots, (_, size) in each:
-                fill_places(found, slots, lead_slots, positions, table, size, self._max_model_len)
-            return
-        live, places = positions >= 0, positions + self._steps  # [num_tokens, n]
-        where = places.clamp(min=0, max=self._max_model_len - 1)
-        found.seq_lens.copy_((where + 1) * live)
-        found.positions.copy_(where)
-        leading = torch.stack([positions - 1, positions])  # [2, n]
-        led = leading.clamp(min=0, max=self._max_model_len - 1)
-        for table, slots, lead_slots, (_, size) in each:
-            slots.copy_(_slots(table, size, places, where, live))
-            if self._leads:
-                lead_slots.copy_(_slots(table, size, leading, led, live).T.flatten())
-        if self._leads:
-            found.lead_positions.copy_(led.T.flatten())
+        shared = DraftPlaces(found.seq_lens, found.positions, found.lead_positions)
+        for table, slots, lead_slots, (_, size) in zip(
+            tables, found.slots, found.lead_slots, self._groups, strict=True
+        ):
+            self._find_places(shared, slots, lead_slots, positions, table, size, self._max_model_len)
 
     def captured(self, size: int) -> CapturedAttention:
         """Return attention for graphs that capture all steps of a proposal for `size` requests."""
@@ -261,15 +249,3 @@ class DraftAttention:
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-
-
-def _slots(
-    table: torch.Tensor, size: int, places: torch.Tensor, where: torch.Tensor, live: torch.Tensor
-) -> torch.Tensor:
-    """Return the slots [m, n] of `places` [m, n], of which `where` are clamped to the longest sequence.
-
-    -1 if not stored.
-    """
-    blocks = table.gather(1, (where // size).T).T
-    found = blocks.long() * size + where % size
-    return found.masked_fill((blocks == NULL_BLOCK) | (places != where) | ~live, -1)

@@ -1,4 +1,4 @@
-"""CUDA graphs of a drafter: one for its observation of a verifying step, one for all steps of a proposal.
+"""Graphs of a drafter: one for its observation of a verifying step, one for all steps of a proposal.
 
 Both read changing data from fixed addresses: the step's inputs, the results of the model's graphs, and buffers filled
 on the device before a replay. The attention of all steps of a proposal is planned once, at capture, so capturing needs
@@ -22,6 +22,8 @@ from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, Gr
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.speculation.draft_attention import CapturedAttention, DraftAttention, StagedAttention
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Drafter, Observer
+from slotline.registry.contracts.device import Graph
+from slotline.registry.contracts.device import GraphCapture as GraphSession
 from slotline.registry.errors import ContractError, IntegrityError
 
 
@@ -98,7 +100,9 @@ class DraftGraphs:
             ModelError: if the drafter cannot be captured, although it declares `graphs`.
             ContractError: if its proposal is not a chain on the device.
         """
-        with GraphCapture("set drafter.graphs = false, and tell the author of the drafter") as capturing:
+        with GraphCapture(
+            "set drafter.graphs = false, and tell the author of the drafter", self._target.device
+        ) as capturing:
             for shape in counted(self._shapes, "capturing drafts", show=progress):
                 size = shape.padded_requests
                 capturing.what = f"the drafts of {size} requests"
@@ -148,7 +152,7 @@ class DraftGraphs:
         captured.replay()
         return Draft(token_ids=captured.token_ids[:count])
 
-    def _capture_observation(self, shape: GraphShape, pool: Any) -> _Observation:
+    def _capture_observation(self, shape: GraphShape, pool: GraphSession) -> _Observation:
         inputs, attend = self._target.made_up(shape)
         hidden, layers = self._target.states(shape)
         token_ids, following = self._tokens[:, : shape.num_tokens]
@@ -160,7 +164,7 @@ class DraftGraphs:
             graph.replay, computed, self._addresses(states, computed), tuple(map(alias_without_ownership, observed))
         )
 
-    def _capture_proposal(self, shape: GraphShape, pool: Any) -> _Proposal:
+    def _capture_proposal(self, shape: GraphShape, pool: GraphSession) -> _Proposal:
         size, (hidden, layers) = shape.padded_requests, self._target.states(shape)
         observed = self._observations[shape].observed if self._needs_computed else ()
         attention = None if self._attention is None else self._attention.captured(size)
@@ -213,15 +217,14 @@ def _like(states: torch.Tensor, size: int) -> torch.Tensor:
     return states.new_zeros((size, *states.shape[1:]))
 
 
-def _captured(work: Callable[[], Any], pool: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _captured(work: Callable[[], Any], pool: GraphSession) -> tuple[Graph, Any]:
     """Run the work as warm-up, then capture it."""
     for _ in range(WARM_UPS):
         work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
+    graph = pool.graph()
+    graph.begin()
     try:
         result = work()
     finally:
-        graph.capture_end()
+        graph.end()
     return graph, result

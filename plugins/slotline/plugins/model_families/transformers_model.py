@@ -243,7 +243,13 @@ def _optimize(hf_model: Any, device: str, context: ModelContext) -> tuple[str, .
         return ()
     from slotline.plugins.model_families.passes import optimize
 
-    return optimize(hf_model, device=device, dtype=context.dtype, batch_invariant=context.batch_invariant)
+    return optimize(
+        hf_model,
+        device=device,
+        dtype=context.dtype,
+        batch_invariant=context.batch_invariant,
+        captured=context.captured,
+    )
 
 
 def _tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:

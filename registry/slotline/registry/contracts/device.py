@@ -149,7 +149,7 @@ class Graph(Protocol):
     """Launches that are captured once and replayed without Python."""
 
     def begin(self) -> None:
-        """Begin to capture what this thread launches. Nothing has to run until `end`."""
+        """Begin to capture what this thread launches, behind all that runs. Nothing has to run until `end`."""
         ...
 
     def end(self) -> None:

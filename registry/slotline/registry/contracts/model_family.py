@@ -225,6 +225,8 @@ class ModelContext:
         device: torch device string. With several stages, the last stage's device.
         batch_invariant: True if the plan relies on the capability of that name.
         stages: the pipeline's stages, at least two, for a family that declares `pipeline`. Otherwise empty.
+        captured: True if forward passes are captured in graphs. All work must go through torch or the device's queue
+            then, never through a call that the host makes with an address.
     """
 
     contract: int
@@ -237,6 +239,7 @@ class ModelContext:
     batch_invariant: bool = False
     stages: tuple[Stage, ...] = ()
     options: Any = None
+    captured: bool = False
 
 
 class Model(Protocol):

@@ -47,7 +47,7 @@ INVARIANT_PASSES = (rms_norm.apply, rotary.apply, invariant_linear.apply)
 
 
 def optimize(
-    model: nn.Module, *, device: str, dtype: str | torch.dtype, batch_invariant: bool = False
+    model: nn.Module, *, device: str, dtype: str | torch.dtype, batch_invariant: bool = False, captured: bool = False
 ) -> tuple[str, ...]:
     """Edit a loaded decoder in place so that it computes the same with less work.
 
@@ -59,6 +59,7 @@ def optimize(
         model: a transformers causal language model on its device, in evaluation mode.
         device: where it runs, e.g. ``cpu`` or ``cuda:0``.
         dtype: the weights' dtype or its name.
+        captured: whether forward passes are captured, which kernels that the host calls by address cannot be.
         batch_invariant: whether a token's numbers must be bitwise the same in any batch.
 
     Returns:
@@ -69,7 +70,8 @@ def optimize(
             the batch where they must not.
     """
     target = target_of(device, dtype)
-    if next(model.parameters()).device.type != target.device:
+    by_address = captured and target.device == "cpu"
+    if by_address or next(model.parameters()).device.type != target.device:
         target = evolve(target, kernels=None, fused=None)  # its weights come to the device later: nothing can be tried
     return apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
 

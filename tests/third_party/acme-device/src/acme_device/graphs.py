@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _recording: list[RecordedGraph] = []
 
@@ -42,31 +43,34 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        aliases = [one.alias_info for one in func._schema.returns]
-        if any(alias is None or alias.is_write for alias in aliases) or not aliases:
-            self._calls.append(_again(func, args, kwargs, found, aliases))
+        given = kwargs or {}
+        found = func(*args, **given)
+        held = {_memory(tensor) for tensor in _tensors((args, given))}
+        fresh = [_memory(tensor) not in held for tensor in _tensors(found)]
+        if any(fresh) or func._schema.is_mutable:
+            self._calls.append(_again(func, args, given, found, fresh))
         return found  # of an operation that only looks at memory in another way, nothing has to be done again
 
 
-def _again(func: Any, args: Any, kwargs: Any, found: Any, aliases: list[Any]) -> Callable[[], None]:
+def _again(func: Any, args: Any, kwargs: Any, found: Any, fresh: list[bool]) -> Callable[[], None]:
     """Return what runs an operation again and leaves its results where the first ones are."""
-    kept = [one for one, alias in zip(_tensors(found), aliases, strict=False) if alias is None] if aliases else []
 
     def call() -> None:
-        again = func(*args, **kwargs)
-        fresh = (one for one, alias in zip(_tensors(again), aliases, strict=False) if alias is None)
-        for old, new in zip(kept, fresh, strict=True):
-            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+        again = _tensors(func(*args, **kwargs))
+        for old, new, copied in zip(_tensors(found), again, fresh, strict=True):
+            if copied:
                 old.copy_(new)
 
     return call
 
 
-def _tensors(found: Any) -> Iterable[Any]:
-    """Return an operation's results as a sequence."""
-    return found if isinstance(found, tuple | list) else (found,)
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return what two tensors have in common that share memory. Packed weights are opaque, and share with none."""
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 class RecordedOperations:
