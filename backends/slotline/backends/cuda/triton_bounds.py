@@ -33,7 +33,7 @@ def _take_off(
     has_accepted: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Correct the slots of a cache group from positions that are still bounds, and also the inputs of all groups."""
+    """Correct a cache group's slots, from positions that are still bounds, and what is not the group's own."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     there = at < tokens
     request = tl.load(owner + at, mask=there, other=0)

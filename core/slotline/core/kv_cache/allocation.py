@@ -38,7 +38,7 @@ def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dic
 def allocate_pages(
     plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf, zeros: Zeros | None = None
 ) -> dict[int, torch.Tensor]:
-    """The zeroed memory of each layer that owns a cache, by the layer's index, as `KVSpec.bind` takes it."""
+    """Return the zeroed memory of each layer that owns a cache, by layer index, as `KVSpec.bind` takes it."""
     groups, zeros = list(zip(plan.cache_groups, specs, strict=True)), zeros or torch_zeros
     if not _shared(plan):
         return {

@@ -1,8 +1,8 @@
 """Copies of whole blocks between the caches and host memory, for any layout: a block is the bytes of its layers.
 
-The blocks are gathered on the device first, so that one copy carries each of them over, and not one for each layer.
-Where a device has streams these copies run in one of their own: the forward pass behind a save waits for the gathering
-only, as long as the staging buffers last.
+The blocks are gathered on the device first, so that one copy transfers a whole block instead of one copy a layer. If
+the device has streams these copies run in their own: the forward pass after a save waits only for the gathering, as
+long as the staging buffers suffice.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ WORD = 8
 
 
 class Lane:
-    """A device's two staging buffers, taken in turn, and the queue whose copies run beside its work.
+    """A device's two staging buffers, used alternately, and the queue that copies while the device works.
 
     Args:
-        num_bytes: of each buffer; they are allocated when they are first used.
+        device: on which the buffers are allocated.
+        num_bytes: size of each buffer. The buffers are allocated at first use.
         copies: the queue.
     """
 
@@ -36,16 +37,16 @@ class Lane:
         self.device = device
         self._num_bytes = num_bytes
         self._copies = copies
-        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with what the last use of it has to be over for
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # each with an event after its last use
 
     def from_device(self, count: int, size: int) -> torch.Tensor:
-        """A buffer [count, size] uint8 that computations may write."""
+        """Return a buffer [count, size] uint8 that computations may write."""
         buffer, used = self._take()
         self._copies.wait(used, copies=False)
         return buffer[: count * size].view(count, size)
 
     def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Copy what computations have written into the rows of host memory."""
+        """Copy the output of the computations so far to the rows of host memory."""
         self._copies.wait_for_compute()
         with self._copies.scope():
             for row, block in zip(rows, staged, strict=True):
@@ -53,7 +54,7 @@ class Lane:
         self._put_back(copies=True)
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows of host memory for computations, [len(rows), size] uint8; `put_back` when they have read them."""
+        """Return rows of host memory for computations, [len(rows), size] uint8. Call `put_back` after reading."""
         buffer, used = self._take()
         size = rows[0].numel()
         staged = buffer[: len(rows) * size].view(len(rows), size)
@@ -65,7 +66,7 @@ class Lane:
         return staged
 
     def put_back(self) -> None:
-        """Note that the computations so far have read what `from_rows` gave."""
+        """Record that the computations so far have read the buffer of `from_rows`."""
         self._put_back(copies=False)
 
     def _take(self) -> tuple[torch.Tensor, Any]:
@@ -77,7 +78,7 @@ class Lane:
         return self._buffers[0]
 
     def _put_back(self, *, copies: bool) -> None:
-        """Note that what was launched until now is the last use of the buffer; the other one's turn is next."""
+        """Record the copies or computations so far as the buffer's last use, and switch to the other buffer."""
         buffer, _ = self._buffers.pop(0)
         self._buffers.append((buffer, self._copies.record(copies=copies)))
 
@@ -114,8 +115,7 @@ class CacheBlockCopy:
     """Copier of the blocks of each cache group. Implements `BlockCopy`.
 
     Args:
-        groups: of each group, each layer's memory [num_blocks, ratio, bytes] uint8, of which the last dimension is
-            contiguous.
+        groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
         copies: makes a queue of copies of a device.
 
     Attributes:

@@ -55,9 +55,7 @@ class HostTables:
 
 
 class DeviceTables:
-    """Block tables on a device with memory of its own.
-
-    The device holds the tables of all rows, hears of the rows that changed, and gathers a batch's itself.
+    """Block tables of all rows on a device. Uploads only changed rows and gathers the batch's rows on the device.
 
     The batch's tables always have the same address, so that graphs can read them.
 
@@ -87,7 +85,7 @@ class DeviceTables:
         hardware = hardware or TorchDevice(device, device)
         self._put_rows, self._gather_rows = hardware.ops.put_rows, hardware.ops.gather_rows
         self._scope = hardware.scope
-        for table in self._tables:  # so that no step waits for a kernel
+        for table in self._tables:  # compile kernels now, so that no step waits for them
             with self._scope():
                 self._put_rows(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
 

@@ -91,11 +91,13 @@ def count_slots(
     Args:
         each: bytes of a slot over all state layers.
         num_rows: rows of the scheduler.
-        checkpoints: how many, or ``auto``: as many as rows, in `CHECKPOINT_SHARE` of what these leave at most.
-        asked, explicit: as for `size_pool`.
-        memory: of the device where they are to lie.
-        beside: bytes that backends will hold for each row besides; of a size for the cache alone they are no part.
-        device: where they are to lie; None if that is the host's memory.
+        checkpoints: number of checkpoints, or ``auto``: as many as rows, within `CHECKPOINT_SHARE` of the memory that
+            rows leave.
+        asked: as for `size_pool`.
+        explicit: as for `size_pool`.
+        memory: of the device that holds the states.
+        beside: further bytes that backends hold for each row. Not counted if `asked` is a size for the cache only.
+        device: holds the states; None if they lie in the host's memory.
 
     Raises:
         CapacityError: naming the number of rows, or of checkpoints, that would fit.
@@ -139,10 +141,10 @@ def size_pool(
         asked: a share of each device's memory, or a size for the cache over all of them.
         explicit: True if the user set it.
         devices: each device once, with its memory and its part of a block.
-        useful_blocks: more than this no set of running requests can use at a time.
-        profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
-        state_bytes: what state layers have been given already; it counts as cache.
-        checkpoints: of those slots, for the record.
+        useful_blocks: the most blocks that running requests can use at a time.
+        profile: runs a large step and returns the factor from its size to the largest step's.
+        state_bytes: bytes already given to state layers, which count as cache.
+        checkpoints: number of state slots for checkpoints, for the report.
         hardware: the devices with memory of their own, by torch device string. None if they compute in the host's.
 
     Raises:
@@ -157,7 +159,7 @@ def size_pool(
         rooms = [
             (_room(d, asked, explicit=explicit, device=own.get(d.device)), d.block, f" on {d.device}") for d in devices
         ]
-    # The states of a device are not free any more; the host's memory is taken when it is first used.
+    # A device's states are already allocated. The host's memory is taken at first use.
     taken = state_bytes if isinstance(asked, str) or not own else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
     cache -= taken
@@ -183,7 +185,7 @@ def _room(memory: DeviceMemory, share: float, *, explicit: bool, device: Device 
 def _measure(devices: Sequence[Device], profile: Callable[[], float]) -> list[int]:
     """Return the peak memory of the profiled step on each device beyond what was in use before, in bytes."""
     if not devices:
-        profile()  # what compiling and tuning take is not the step's
+        profile()  # excludes the memory of compiling and tuning
     with ExitStack() as stack:
         peaks: list[PeakMemory] = [stack.enter_context(device.measure_peak()) for device in devices]
         peaks = peaks or [stack.enter_context(host_peak())]

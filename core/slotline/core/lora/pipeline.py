@@ -26,7 +26,7 @@ class StagePlugin:
     device: str
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return a context in which the device is the current one, which is where kernels are launched."""
+        """Return a context that makes the device the current one, on which kernels are launched."""
         return device_scope(self.device)
 
 

@@ -1,6 +1,6 @@
 """Operations of overlapping steps on drafts: find which are accepted, and keep the next ones for the next step.
 
-The device does each as one operation of `DeviceOps`, since it has nothing else to do meanwhile.
+Each of the two functions is one operation of `DeviceOps`, since the device has nothing else to do.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class DraftAttention:
         return found
 
     def fill(self, found: Places, positions: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
-        """`places`, written into `found`."""
+        """Write `places` into `found`."""
         shared = DraftPlaces(found.seq_lens, found.positions, found.lead_positions)
         for table, slots, lead_slots, (_, size) in zip(
             tables, found.slots, found.lead_slots, self._groups, strict=True

@@ -1,4 +1,4 @@
-"""A drafter's work in graphs: what it sees of a verifying step in one, and all steps of a proposal in another.
+"""Graphs of a drafter: one for its observation of a verifying step, one for all steps of a proposal.
 
 Both read changing data from fixed addresses: the step's inputs, the results of the model's graphs, and buffers filled
 on the device before a replay. The attention of all steps of a proposal is planned once, at capture, so capturing needs
@@ -218,7 +218,7 @@ def _like(states: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _captured(work: Callable[[], Any], pool: GraphSession) -> tuple[Graph, Any]:
-    """Run, then capture."""
+    """Run the work as warm-up, then capture it."""
     for _ in range(WARM_UPS):
         work()
     graph = pool.graph()
