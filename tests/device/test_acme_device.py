@@ -28,10 +28,10 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def acme_is_installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "acme_device"]:
+            monkeypatch.delitem(sys.modules, name)  # of another test's package of that name
         pretend_project_installed(monkeypatch, tmp_path_factory.mktemp("site"), ACME)
         yield
-        for name in [name for name in sys.modules if name.partition(".")[0] == "acme_device"]:
-            monkeypatch.delitem(sys.modules, name)
 
 
 def tokens(llm: LLM, **params: Any) -> list[list[int]]:

@@ -190,3 +190,5 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     registry = PluginRegistry.discover(load_config(environ={}), inline=[f"{package}/__init__.py:descriptor"])
     assert Devices(registry).named("acme:1").name == "acme:1"
     exec(operations, {})
+    for name in ("acme_device", "acme_device.device"):
+        sys.modules.pop(name, None)
