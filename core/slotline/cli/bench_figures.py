@@ -19,7 +19,7 @@ class Figure:
     Attributes:
         key, label: for machines and for people.
         value: measured: a rate in tokens/s, or seconds.
-        limit: what the hardware allows in the same unit, None where unknown.
+        limit: the limit of the hardware in the same unit, None if unknown.
         is_time: whether less is better.
     """
 

@@ -1,4 +1,4 @@
-"""`slotline config show` and `slotline config check`: what a configuration comes to, and whether it is right."""
+"""`slotline config show` and `slotline config check`: the resolved configuration, and its faults."""
 
 from __future__ import annotations
 

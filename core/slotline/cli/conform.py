@@ -131,7 +131,7 @@ def _options(arguments: argparse.Namespace, name: str) -> Iterator[str]:
 
 
 def _check_folders(arguments: argparse.Namespace) -> None:
-    """Refuse files that cannot be written, before minutes are spent on what they would hold.
+    """Refuse files that cannot be written, before minutes are spent on their content.
 
     Raises:
         ConfigError: naming the option.

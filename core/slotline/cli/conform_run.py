@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from slotline.testing.stream import Reader
 
 _USAGE = 4  # pytest's exit code for wrong options
-_PROCESSES = 20  # that may die before the rest is given up
+_PROCESSES = 20  # that may die before the rest is abandoned
 _POLL_S = 0.05
-# The author's own pytest configuration has no say in what is conformant.
+# The author's own pytest configuration must not influence the result.
 _CONFIG = "[pytest]\nconsider_namespace_packages = true\n"
 _QUIET = ("--noconftest", "-q", "--tb=no", "--no-summary")
 
@@ -73,7 +73,7 @@ def run_suite(
         session_timeout: seconds that the whole session may take.
 
     Raises:
-        SlotlineError: if the suite does not begin, with what pytest says.
+        SlotlineError: if the suite does not begin, with the output of pytest.
     """
     from slotline.testing.stream import Reader, Writer
 

@@ -1,4 +1,4 @@
-"""`slotline doctor`: is this environment right, and what to do where it is not."""
+"""`slotline doctor`: faults of this environment, each with its remedy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
         overall = Status.OK if worst is Status.OPTIONAL else worst
         print_json({"status": overall.label, "findings": [finding.to_json() for finding in findings]})
         return worst.exit_code
-    with suppress(SlotlineError):  # the checks say what is wrong
+    with suppress(SlotlineError):  # the checks report the error
         print_header(load_config())
     for group in dict.fromkeys(finding.group for finding in findings):
         _show(group, [finding for finding in findings if finding.group == group])

@@ -1,4 +1,4 @@
-"""`slotline explain`: what would run, why, and why not the others. Reads no weights."""
+"""`slotline explain`: the planned plugins, with the reasons for them and against others. Reads no weights."""
 
 from __future__ import annotations
 

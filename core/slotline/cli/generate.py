@@ -141,7 +141,7 @@ def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, adapter: AdapterCh
 
 
 def _summary(llm: LLM, output: RequestOutput, seconds: float) -> str:
-    """Return a line on what ran, the number of tokens, the speed, and the reason of the end."""
+    """Return a line with the plan's summary, the number of tokens, the speed, and the reason of the end."""
     done = output.outputs[0]
     first = output.metrics.time_to_first_token or 0.0
     count = len(done.token_ids)

@@ -1,6 +1,6 @@
 """Process in which `slotline doctor` and `slotline plugins --load` try plugins.
 
-It writes lines of JSON as it goes, so that what is known when a plugin kills it is not lost: `trying` before a plugin
+It writes lines of JSON as it goes, so that results are not lost when a plugin kills it: `trying` before a plugin
 runs, `done` after. Descriptors come first and factories after them, since factories may import torch and descriptors
 may not. What needs the machine's description comes last.
 """
@@ -31,7 +31,7 @@ def main() -> None:
         if report["contract"]:
             report |= _verdict(registry, label)
         _say({"label": label, "event": "done", **report})
-    os._exit(0)  # a plugin's exit handlers are not what is tested
+    os._exit(0)  # a plugin's exit handlers are not tested
 
 
 def _descriptor(registry: PluginRegistry, label: str) -> dict[str, Any]:

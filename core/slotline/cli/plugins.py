@@ -65,7 +65,7 @@ def _as_json(row: PluginRecord, trial: Trial | None) -> dict[str, Any]:
 
 
 def _cells(row: PluginRecord, trial: Trial | None, own: Collection[str]) -> tuple[str, ...]:
-    """Return a row's cells. A path is shown if it is not where slotline itself lies."""
+    """Return a row's cells. A path is shown if it is not in the folder of slotline itself."""
     source = f"{row.distribution} {row.version}" if row.distribution else "inline"
     error = row.error.splitlines()[0] if row.error else ""
     runs = {True: "yes", False: "no", None: "-"}[_runs_here(row, trial)]

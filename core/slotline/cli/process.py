@@ -1,11 +1,11 @@
-"""The process of a command: its standard streams, interrupts at any time, and what is left to write at the end.
+"""The process of a command: its standard streams, interrupts at any time, and the remaining output at the end.
 
 It imports next to nothing, so that an interrupt is understood from the first moment on.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the part of `signal` that is there without an import
+import _signal  # type: ignore[import-not-found]  # the built-in part of `signal`
 import os
 import sys
 
@@ -42,13 +42,13 @@ def run_process(command: Callable[[Interrupts], int]) -> int:
         code = _code(command, interrupts)
     except BrokenPipeError:
         code = closed_by_reader()
-    except OSError as error:  # standard error cannot be written, or nothing where argparse writes its help
+    except OSError as error:  # standard error, or the stream of the help text, cannot be written
         _say(f"error: {error}")
         code = ERROR
     except BaseException:
         if not interrupts.seen:
             raise
-        code = INTERRUPTED  # whatever came of an interrupt in the middle of a library
+        code = INTERRUPTED  # any exception may follow an interrupt in the middle of a library
     interrupts.end_at_once()
     code = INTERRUPTED if interrupts.seen else code
     return max(code, _flush(sys.stdout), _flush(sys.stderr))

@@ -18,7 +18,7 @@ def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
 
     path = loaded.path("model") or SMALL_MODEL
     if not (path / "config.json").is_file() or (not random and _has_weights(path)):
-        yield path  # a folder that is no checkpoint is refused where it is read
+        yield path  # the reader refuses a folder that is no checkpoint
         return
     with tempfile.TemporaryDirectory(prefix="slotline-bench-") as folder:
         yield random_checkpoint(path, Path(folder), loaded.config.dtype)

@@ -38,7 +38,7 @@ def machine() -> tuple[tuple[str, DeviceInfo], ...]:
 
 
 def _unfit(capabilities: Any, device: DeviceInfo) -> str:
-    """Return why what is declared keeps a plugin from a device, or ""."""
+    """Return the reason why its declaration keeps a plugin from a device, or ""."""
     devices = getattr(capabilities, "devices", None)
     if devices is not None and devices.refusal(device.need) is not None:
         here = ", ".join(sorted({info.type for _, info in machine()}))

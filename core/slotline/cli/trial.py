@@ -80,7 +80,7 @@ def try_plugins(
 
 
 def _run(order: dict[str, Any], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Return what the process said, in order, and how it ended."""
+    """Return the process's events, in order, and its end."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     command = [sys.executable, "-P", "-c", _CHILD, json.dumps(order)]
     environment = {**os.environ, "PYTHONPATH": path}

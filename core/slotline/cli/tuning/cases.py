@@ -17,8 +17,10 @@ CONTEXT = {"cuda": 1024, "cpu": 64}
 PREFILL = {"cuda": 2048, "cpu": 256}
 MIXED_DECODES, MIXED_TOKENS = 8, 64
 LONG = {"cuda": 8192}
-"""Tokens of context in the second mixed case, where the model takes twice the usual ones: what serves single tokens and
-a prompt in one launch may be best where keys are few, and not where they are many."""
+"""Tokens of context in the second mixed case, if the model takes twice the usual number.
+
+A backend that serves single tokens and a prompt in one launch may be best with few keys, and not with many.
+"""
 
 
 @frozen(kw_only=True)

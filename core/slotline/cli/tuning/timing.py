@@ -1,4 +1,4 @@
-"""Timing one engine: real requests through the real step, so that what is timed is what a user gets."""
+"""Timing of one engine: real requests through the real step, as for a user."""
 
 from __future__ import annotations
 

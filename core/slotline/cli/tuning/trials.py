@@ -17,8 +17,8 @@ class Trial:
     """One engine to build.
 
     Attributes:
-        varied: what it is tried for: ``backend``, ``block size`` or ``graphs``.
-        settings: what it sets, by dotted key.
+        varied: the varied setting: ``backend``, ``block size`` or ``graphs``.
+        settings: values by dotted key.
     """
 
     varied: str

@@ -72,7 +72,7 @@ class Tuning:
         base: the plan that trials vary.
         measured: every run, for negotiation.
         outcomes: of all trials, in order.
-        refused: (what, why) that negotiation ruled out.
+        refused: (setting, reason) of everything that negotiation ruled out.
         best: the cheapest run, None if all failed.
     """
 
@@ -85,11 +85,11 @@ class Tuning:
 
 @define(eq=False)
 class Tuner:
-    """Times what a configuration leaves open.
+    """Times the settings that a configuration leaves open.
 
     Attributes:
         configure: the configuration with further settings.
-        cases: what is timed.
+        cases: the timed cases.
         date: for the record, as in ``2026-11-21``.
         counted: wraps trials to show progress.
     """

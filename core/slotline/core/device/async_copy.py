@@ -10,7 +10,7 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """An array as a tensor on the device.
+    """Return an array as a tensor on the device.
 
     A copy from ordinary memory would keep the host waiting until the forward pass in front of it is over, so what goes
     to another device goes by pinned memory; torch gives that to no one else before it was read.

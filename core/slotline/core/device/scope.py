@@ -35,7 +35,7 @@ def device_scope(device: str) -> AbstractContextManager[Any]:
 
 
 def on_device(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that runs with its object's device as the current one."""
+    """Have a method run with its object's device as the current one."""
 
     @wraps(method)
     def scoped(self: S, /, *args: P.args, **options: P.kwargs) -> R:
