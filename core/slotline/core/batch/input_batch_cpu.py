@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 PAD_SLOT = -1
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class InputBatchCPU:
     """What is gathered of the rows for one step; `pad` gives one as large as a captured shape.
 

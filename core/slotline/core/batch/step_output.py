@@ -45,7 +45,7 @@ class ForwardOutput:
     masks: GrammarBitmasks | None = None
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class PendingSample:
     """Tokens that the device may still be sampling; nothing here is read or waited for on the host yet.
 
@@ -116,7 +116,7 @@ class PendingPooling:
         )
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class StepOutput:
     """What a step gave.
 
