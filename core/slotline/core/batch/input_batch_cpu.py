@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 PAD_SLOT = -1
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class InputBatchCPU:
     """CPU-side model inputs of one step. `pad` makes them as large as a captured shape.
 

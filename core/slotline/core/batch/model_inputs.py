@@ -19,7 +19,7 @@ from slotline.registry.contracts import AttentionBatch, StateBatch
 Int = npt.NDArray[np.int64]
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots, since frozen ones take half as long again to make
+@frozen(kw_only=True, eq=False)
 class ModelInputs:
     """All inputs of a forward pass.
 
@@ -94,13 +94,6 @@ class ModelInputs:
     single_slot: int | None = None
     wanted: FastPrefillBatch | None = None
     pending: npt.NDArray[np.bool_] | None = None
-
-    def a_token_further(
-        self, seq_lens_cpu: npt.NDArray[np.int32], sampling: SamplingMetadata, batches: tuple[AttentionBatch, ...]
-    ) -> ModelInputs:
-        """Return the inputs of the next step of the same requests; all else stays."""
-        changes = {"seq_lens_cpu": seq_lens_cpu, "sampling": sampling, "batches": batches}
-        return ModelInputs(**{**vars(self), **changes})  # `evolve` takes twice as long, and each step is made here
 
     @property
     def all_sample(self) -> bool:

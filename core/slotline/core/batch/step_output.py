@@ -45,7 +45,7 @@ class ForwardOutput:
     masks: GrammarBitmasks | None = None
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class PendingSample:
     """Tokens that the device may still be sampling. The host has not read or waited for any of them.
 
@@ -117,7 +117,7 @@ class PendingPooling:
         )
 
 
-@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
+@frozen(kw_only=True, eq=False)
 class StepOutput:
     """Results of a step.
 

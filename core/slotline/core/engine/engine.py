@@ -413,7 +413,7 @@ class Engine:
             if not self.asynchronous:
                 result = self._collect()
         ended, self._ended = self._ended, []
-        return evolve(result, finished=ended)
+        return evolve(result, finished=ended) if ended or result.finished else result
 
     def _check(self) -> None:
         check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)

@@ -131,7 +131,7 @@ class DecodeFastPath:
             ]
         for launch, changed in zip(self._launches, changes, strict=True):
             launch(*changed)
-        return inputs.a_token_further(seq_lens, sampling, batches)
+        return evolve(inputs, seq_lens_cpu=seq_lens, sampling=sampling, batches=batches)
 
     def _launcher(
         self,

@@ -268,9 +268,9 @@ class ModelRunner:
             num_kept=None if tree is None or nodes is None else tree.num_kept(nodes[places]),
             hidden_states=hidden_states,
             computed=sampling.computed,
-            logprobs=_by_row(sampling.logprobs, places, rows),
+            logprobs={} if sampling.logprobs is None else _by_row(sampling.logprobs, places, rows),
             prompt_logprobs=sampling.prompt_logprobs,
-            num_nans=_nans_by_row(sampling.num_nans, *judged),
+            num_nans={} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, *judged),
             failed=failed,
             spoiled=spoiled,
         )
@@ -454,11 +454,9 @@ class ModelRunner:
         return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
 
 
-def _by_row(logprobs: PendingLogprobs | None, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
+def _by_row(logprobs: PendingLogprobs, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
     """Return the log-probabilities of the tokens [n] at `places`, by the rows [n] that got them."""
     found: dict[int, list[TokenLogprobs]] = {}
-    if logprobs is None:
-        return found
     entries = logprobs.wait()
     for place, row in zip(places.tolist(), rows.tolist(), strict=True):
         if place in entries:
@@ -466,9 +464,7 @@ def _by_row(logprobs: PendingLogprobs | None, places: Int, rows: Int) -> dict[in
     return found
 
 
-def _nans_by_row(num_nans: Download | None, places: Int, rows: Int) -> dict[int, int]:
+def _nans_by_row(num_nans: Download, places: Int, rows: Int) -> dict[int, int]:
     """Return how many NaN the logits at `places` [n] have, by row, of rows with any."""
-    if num_nans is None:
-        return {}
     counts = num_nans.wait()[places]
     return {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
