@@ -202,3 +202,17 @@ def test_config_check_lists_every_fault_and_warns_of_absent_plugins(
     assert main(["config", "check", str(file)]) == 1
     assert "absent" in capsys.readouterr().err
     assert main(["config", "check", str(file), "--strict"]) == 2
+
+
+def test_slots_are_shown_with_contract_version_hook_and_plugins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--slots"]) == 0
+    head, *rows = (line.split(None, 3) for line in capsys.readouterr().out.splitlines())
+    assert head == ["slot", "contract", "hook", "plugins"]
+    shown = {slot: (contract, hook, plugins) for slot, contract, hook, plugins in rows}
+    assert set(shown) == {kind.value for kind in Kind}
+    assert shown["device"] == ("1", "slotline_device", "cpu, cuda")
+    assert shown["extension"][:2] == ("1", "slotline_extension")
+    assert main(["plugins", "--slots", "--json"]) == 0
+    found = {row["slot"]: row for row in json.loads(capsys.readouterr().out)}
+    assert found["drafter"]["contract"] == "1"
+    assert "ngram" in found["drafter"]["plugins"]

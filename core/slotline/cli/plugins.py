@@ -22,11 +22,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load", action="store_true", help="import every plugin, so that broken ones say why, and ask which run here"
     )
+    parser.add_argument("--slots", action="store_true", help="show the slots, with contract version, hook and plugins")
     add_json_option(parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     registry = PluginRegistry.discover(load(arguments), tolerant=True)
+    if arguments.slots:
+        return _show_slots(registry, as_json=arguments.json)
     trials: dict[str, Trial] = {}
     if arguments.load:
         for kind in Kind:
@@ -42,6 +45,25 @@ def _run(arguments: argparse.Namespace) -> int:
     own = {row.path for row in rows if canonical(row.distribution) == PROJECT}
     cells = [_cells(row, trials.get(row.label), own) for row in rows]
     print_table(*without_empty_columns(_HEADERS, cells, ("error", "path")))
+    return 0
+
+
+def _show_slots(registry: PluginRegistry, *, as_json: bool) -> int:
+    """Print each slot: contract versions of this slotline, hook, and the names of its plugins."""
+    slots = [
+        {
+            "slot": kind.value,
+            "contract": str(HOST_CONTRACTS[kind]),
+            "hook": kind.hook,
+            "plugins": sorted(row.name for row in registry.records() if row.kind is kind and row.state in _OPEN),
+        }
+        for kind in Kind
+    ]
+    if as_json:
+        print_json(slots)
+        return 0
+    cells = [(s["slot"], s["contract"], s["hook"], ", ".join(s["plugins"]) or "-") for s in slots]
+    print_table(("slot", "contract", "hook", "plugins"), [tuple(map(str, row)) for row in cells])
     return 0
 
 
@@ -113,7 +135,12 @@ def _contract(row: PluginRecord) -> str:
 COMMAND = Command(
     name="plugins",
     summary="list the installed plugins and their state",
-    examples=("slotline plugins", "slotline plugins --load", "slotline plugins --config run.toml --json"),
+    examples=(
+        "slotline plugins",
+        "slotline plugins --slots",
+        "slotline plugins --load",
+        "slotline plugins --config run.toml --json",
+    ),
     configure=_configure,
     run=_run,
 )
