@@ -26,6 +26,7 @@ def made(**changes: Any) -> Warmup:
         loaded=SimpleNamespace(config=SimpleNamespace(offload_gib=0.0, scheduler=SimpleNamespace(max_requests=2))),
         facts=SimpleNamespace(modalities=(), max_encoder_len=0, vocab_size=64),
         device="cuda",
+        hardware={"cuda": None},
     )
     top = SimpleNamespace(runner=runner, planned=planned)
     for path, value in changes.items():
@@ -45,7 +46,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     monkeypatch.setattr(first_steps, "forwards", lambda runner, steps, broken: found.append(broken) or iter(()))
     monkeypatch.setattr(first_steps, "draws", lambda *_: None)
     monkeypatch.setattr(first_steps, "note_lacking", lambda *_, **__: None)
-    monkeypatch.setattr(first_steps, "_compile", lambda missing: None)
+    monkeypatch.setattr(first_steps, "_compile", lambda *_: None)
     return found
 
 
