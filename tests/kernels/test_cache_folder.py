@@ -16,12 +16,12 @@ from slotline.registry.cache_folder import remove_stale, write_atomic
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from slotline.registry.cache_folder import keep
+from slotline.registry.cache_folder import write_atomic
 def stop(self, target):
     print("writing", flush=True)
     time.sleep(60)
 Path.replace = stop
-keep(Path(sys.argv[1]), b"half")
+write_atomic(Path(sys.argv[1]), b"half")
 """
 
 
