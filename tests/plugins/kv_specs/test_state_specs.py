@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from slotline.testing.reference.state_spec import PlainStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+INSTALLED = version("slotline")
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 Greedy = Callable[[Path, list[int], int], list[int]]
@@ -254,7 +256,7 @@ def test_a_third_partys_spec_and_ours_hold_a_hybrid_together_and_the_text_is_the
     }
     text = " ".join(both.plan.explain().split())
     assert "kv_spec acme_state (acme-states 0.1.0) holds the states of 2 layers of kind mamba2: named in" in text
-    assert "kv_spec mamba (slotline 0.1.0) holds the states of 2 layers of kind short_conv" in text
+    assert f"kv_spec mamba (slotline {INSTALLED}) holds the states of 2 layers of kind short_conv" in text
     assert both.plan.states is not None
     assert both.plan.states.interval == 256  # of 256 and 16 tokens
     for llm in (alone, both):
@@ -267,7 +269,7 @@ def test_a_third_partys_spec_and_ours_hold_a_hybrid_together_and_the_text_is_the
 def test_auto_prefers_ours_and_says_why_the_other_one_lost(acme: None, tiny: Tiny) -> None:
     found = make_plan(load_config(overrides=(f"model={tiny('bamba')}",)), use_measurements=False).plan
     text = " ".join(found.explain().split())
-    assert "kv_spec mamba (slotline 0.1.0) holds the states of 4 layers of kind short_conv, mamba2" in text
+    assert f"kv_spec mamba (slotline {INSTALLED}) holds the states of 4 layers of kind short_conv, mamba2" in text
     assert "rejected acme_state N110 cache kind: needs short_conv, offers mamba2" in text
     assert "N191 priority: -1, mamba has 0" in text
 
