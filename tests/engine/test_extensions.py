@@ -13,7 +13,7 @@ from repository import SUPPORT
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.engine.extensions import NO_EXTENSIONS
+from slotline.core.batch.extensions import NO_EXTENSIONS
 from slotline.registry.contracts.extension import METHODS
 from slotline.registry.errors import ConfigError, ContractError, NegotiationError, PluginError
 
@@ -39,7 +39,7 @@ def test_an_engine_without_extensions_has_empty_tuples(tiny: Tiny, engines: Call
     engine = engines(tiny("llama")).engine
     assert engine.extensions == NO_EXTENSIONS
     assert not any(getattr(engine.extensions, name) for name in METHODS)
-    assert engine.scheduler.limits == engine.runner.extra_logits == ()
+    assert engine.scheduler.extensions == engine.runner.extensions == NO_EXTENSIONS
 
 
 def test_every_method_takes_part_in_its_place(tiny: Tiny) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from slotline.planner.component_selection import device_need, texts_of
 from slotline.planner.offers import narrowed
 from slotline.registry.config import LoadedConfig
-from slotline.registry.contracts.extension import FEATURES
+from slotline.registry.contracts.extension import CARRIED, FEATURES
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
@@ -46,6 +46,18 @@ def choose_extensions(loaded: LoadedConfig, registry: PluginRegistry, info: Devi
             raise NegotiationError(f"extension {name!r} cannot be used: {'; '.join(texts)}", fix=_FIX)
         chosen.append(descriptor)
     return tuple(sorted(chosen, key=lambda d: (d.capabilities.order, d.name)))
+
+
+def carriers(registry: PluginRegistry, features: Mapping[str, bool]) -> tuple[Descriptor[Any], ...]:
+    """Return the extensions that carry features of a plan: each has the name of its feature.
+
+    Args:
+        features: by name, True if the plan has it.
+
+    Raises:
+        PluginNotFoundError: if none is installed for a feature of the plan.
+    """
+    return tuple(registry.load(Kind.EXTENSION, name, required=True) for name in CARRIED if features[name])
 
 
 def refuse_extensions(

@@ -25,7 +25,7 @@ from slotline.planner.component_selection import (
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
 from slotline.planner.drafter import draft_layers
-from slotline.planner.extensions import choose_extensions, extension_settings, refuse_extensions
+from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.kv_connector import choose_connector, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
@@ -83,7 +83,8 @@ class Planned:
         family_descriptor, family: the model family that loads the model.
         processors: descriptors of the logits processors, in no order.
         drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
-        extensions: descriptors of the step extensions, in their order.
+        extensions: descriptors of the step extensions that the configuration names, in their order.
+        carriers: descriptors of the extensions that carry features of the plan.
         features: names of the plan's features, those that extensions provide included.
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
@@ -116,6 +117,7 @@ class Planned:
     hardware: Mapping[str, Device]
     device_capabilities: DeviceCapabilities
     extensions: tuple[Descriptor[Any], ...]
+    carriers: tuple[Descriptor[Any], ...]
     features: frozenset[str]
     stages: Stages
     shards: ContextDevices
@@ -141,6 +143,11 @@ class Planned:
     def layers(self) -> tuple[AttentionLayer, ...]:
         """Return all attention layers that the plan serves, by index: the model's, then the drafter's."""
         return self.facts.layers + self.draft_layers
+
+    @property
+    def all_extensions(self) -> tuple[Descriptor[Any], ...]:
+        """Return the carriers of features and the named extensions, in the order in which a step calls them."""
+        return tuple(sorted((*self.carriers, *self.extensions), key=lambda d: (d.capabilities.order, d.name)))
 
     def options(self, descriptor: Descriptor[Any]) -> Any:
         """Return a plugin's own table, typed by the plugin."""
@@ -291,21 +298,23 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
-    features = refuse_extensions(
-        registry,
-        extensions,
-        {
-            "adapters": lora is not None,
-            "async_scheduling": asynchronous.resolved == "true",
-            "chunked_prefill": config.scheduler.chunked_prefill and not whole_prompts(facts),
-            "drafts": drafter is not None,
-            "graphs": plan.graphs.resolved != "none",
-            "pipeline": bool(stages.divided),
-            "pooling": not sampled,
-            "prefix_caching": plan.prefix_caching,
-            "states": bool(plan.state_groups),
-        },
-    )
+    has = {
+        "adapters": lora is not None,
+        "async_scheduling": asynchronous.resolved == "true",
+        "chunked_prefill": config.scheduler.chunked_prefill and not whole_prompts(facts),
+        "drafts": drafter is not None,
+        "graphs": plan.graphs.resolved != "none",
+        "pipeline": bool(stages.divided),
+        "pooling": not sampled,
+        "prefix_caching": plan.prefix_caching,
+        "states": bool(plan.state_groups),
+        "context_shards": shards.divided,
+        "guidance": any(one.capabilities.companions for one in processors),
+        "kv_transfer": connector is not None,
+        "multimodal": bool(facts.modalities),
+        "structured_output": grammars.descriptor is not None,
+    }
+    features = refuse_extensions(registry, extensions, has)
     plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
     plan = evolve(plan, inline_plugins=loaded.inline_files)
     plan = review(plan, request, registry.hooks)
@@ -329,6 +338,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         hardware=hardware,
         device_capabilities=there.descriptor(named[0]).capabilities,
         extensions=extensions,
+        carriers=carriers(registry, has),
         features=features,
         stages=stages,
         shards=shards,

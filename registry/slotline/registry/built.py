@@ -14,7 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from slotline.registry import contracts
-from slotline.registry.contracts.extension import METHODS
+from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS
 from slotline.registry.contracts.lora import ExtendedLora, SingleLora
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -99,7 +99,8 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
         ),
         Kind.EXTENSION: BuiltContract(
             protocol=contracts.StepExtension,
-            optional=dict.fromkeys(METHODS, _never),  # any of them
+            further=((contracts.FeatureExtension, _always),),
+            optional=dict.fromkeys((*METHODS, *FEATURE_METHODS), _never),  # any of them
         ),
     }
 )

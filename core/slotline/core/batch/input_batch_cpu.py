@@ -35,6 +35,9 @@ class InputBatchCPU:
         prefixes: tokens of the common prefixes to serve apart, by cache group, empty for none.
         cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
         pending: as in `ModelInputs`.
+        token_rows: [num_tokens] int64, the row of each token, without padding.
+        variant: of captured graphs, as in `GraphShape`.
+        made_up: whether the step is made up for profiling, warm-up or capture.
         num_tokens: without padding. `batch_tokens` are the tokens that attention sees, with those of padded requests.
         max_query_len, max_seq_len: of a request.
         starts32, seq_lens32: `starts` and `seq_lens` as kernels read them, padded, int32.
@@ -60,12 +63,19 @@ class InputBatchCPU:
     single_slot: int | None
     cuts_wanted: bool = False
     pending: npt.NDArray[np.bool_] | None = None
+    token_rows: Int = field()
+    variant: int = 0
+    made_up: bool = False
     num_tokens: int = field()
     batch_tokens: int = field()
     max_query_len: int = field()
     max_seq_len: int = field()
     starts32: Int32 = field(init=False)
     seq_lens32: Int32 = field(init=False)
+
+    @token_rows.default
+    def _token_rows(self) -> Int:
+        return np.repeat(self.rows, self.counts)
 
     @num_tokens.default
     def _num_tokens(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.core.batch.draft_tree import DraftTree
 from slotline.core.batch.embeds import Embeds
@@ -61,6 +64,7 @@ class ModelInputs:
         lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none. None if the
             step runs without adapters.
         single_slot: the slot of all tokens that have one if the step runs for one adapter, else None.
+        extras: what `gather` of extensions returned, by the extension's name.
     """
 
     rows: Int
@@ -94,6 +98,7 @@ class ModelInputs:
     single_slot: int | None = None
     wanted: FastPrefillBatch | None = None
     pending: npt.NDArray[np.bool_] | None = None
+    extras: Mapping[str, Any] = field(factory=dict)
 
     @property
     def all_sample(self) -> bool:

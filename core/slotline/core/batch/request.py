@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import Factory, define, field
 
@@ -53,6 +53,7 @@ class Request:
         joined: whether plugins are prepared for it. It joins once, even if it is preempted several times.
         loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.
+        inputs: further arguments of `Engine.add` by name, and what extensions keep with the request.
         block_hashes: chained hashes of its full blocks so far.
         pooled: [size] float32, the answer of a finished pooling request.
     """
@@ -80,6 +81,7 @@ class Request:
     loads: bool = True
     status: Status = Status.WAITING
     features: tuple[Feature, ...] = ()
+    inputs: dict[str, Any] = field(factory=dict, repr=False)
     block_hashes: list[BlockHash] = field(factory=list)
     pooled: npt.NDArray[np.float32] | None = None
     output_token_ids: list[int] = field(factory=list)

@@ -6,6 +6,7 @@ import logging
 
 from attrs import define, evolve, field
 
+from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.drafter import build_drafting
@@ -14,6 +15,7 @@ from slotline.core.builder.graphs import build_graphs
 from slotline.core.builder.kv_connector import build_transfers
 from slotline.core.builder.layer_groups import LayerGroupBuilder
 from slotline.core.builder.lora import adapter_notes, build_adapters, has_slots, load_named
+from slotline.core.builder.parts import Parts
 from slotline.core.builder.placement import device_memory, later_feeds
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.builder.request_services import (
@@ -26,7 +28,6 @@ from slotline.core.builder.request_services import (
 from slotline.core.builder.warmup import Warmup
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
-from slotline.core.engine.extensions import Extensions
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
@@ -122,9 +123,18 @@ class EngineBuilder:
         with oom_as_capacity_error(what, "lower scheduler.max_requests or scheduler.max_model_len"):
             rows = RequestTable(config.scheduler.max_requests, planned.max_model_len)
         groups = self.groups.cache_groups(specs, rows)
-        extensions = build_extensions(planned, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         tokenizer = load_tokenizer(planned)
+        parts = Parts(
+            planned=planned,
+            model=model,
+            rows=rows,
+            groups=tuple(groups),
+            tokenizer=tokenizer,
+            profiler=profiler,
+            named={},
+        )
+        extensions = build_extensions(parts)
         pipeline = build_pipeline(planned, rows, tokenizer)
         scales = self.groups.kv_scales()
         attention = self.groups.attention_groups(scales)
@@ -272,6 +282,7 @@ class EngineBuilder:
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_encoder_len=self.planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
+            extensions=extensions,
             repeats=repeats_for(
                 groups, kernel_sizes, stagings[0], tables, last_tokens, [stage.device for stage in stages]
             ),
@@ -293,10 +304,7 @@ class EngineBuilder:
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
             microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
-            extra_plans=extensions.plan,
-            extra_arguments=extensions.forward_kwargs,
-            extra_logits=extensions.process_logits,
-            sample_listeners=extensions.after_sample,
+            extensions=extensions,
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
@@ -416,7 +424,7 @@ class EngineBuilder:
             encoder_cache=encoding.cache if encoding else None,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             adapters=adapters,
-            limits=extensions.limit_tokens,
+            extensions=extensions,
         )
 
 

@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from slotline.core.batch.request_table import RequestTable
+from typing import Any
+
+from attrs import evolve
+
+from slotline.core.batch.extensions import Extensions
+from slotline.core.builder.parts import Parts
 from slotline.core.builder.plugin_construction import build_plugin
-from slotline.core.engine.extensions import Extensions
-from slotline.planner.plan import Planned
 from slotline.registry.contracts import ExtensionContext
+from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ContractError
 from slotline.registry.loading import bind_contract
 
 
-def build_extensions(planned: Planned, rows: RequestTable) -> Extensions:
-    """Build each extension that the plan names and resolve its methods.
+def build_extensions(parts: Parts) -> Extensions:
+    """Build each extension of the plan, those that carry its features too, and resolve their methods.
 
     Raises:
         PluginError: if one cannot be built.
-        ContractError: if one passes arguments to the forward pass and does not exclude captured graphs.
+        ContractError: if one passes arguments to the forward pass, says nothing of captures, and does not exclude
+            captured graphs.
     """
-    built = []
-    for descriptor in planned.extensions:
-        context = ExtensionContext(
-            contract=bind_contract(descriptor),
-            rows=rows,
-            max_requests=rows.max_requests,
-            max_model_len=rows.max_model_len,
-            vocab_size=planned.facts.vocab_size,
-            device=planned.device,
-            features=planned.features,
-            options=planned.options(descriptor),
-        )
-        extension = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
-        label = planned.registry.full_name(descriptor)
-        if hasattr(extension, "forward_kwargs") and "graphs" not in descriptor.capabilities.excludes:
+    registry, built = parts.planned.registry, list[tuple[str, str, Any]]()
+    for descriptor in parts.planned.all_extensions:
+        there = evolve(parts, named={name: one for name, _, one in built})
+        extension = build_plugin(registry, descriptor, _context(there, descriptor), "lower scheduler.max_requests")
+        label = registry.full_name(descriptor)
+        captured = hasattr(extension, "capture_kwargs") or "graphs" in descriptor.capabilities.excludes
+        if hasattr(extension, "forward_kwargs") and not captured:
             raise ContractError(
                 f"{label} has forward_kwargs and does not exclude graphs: a captured forward pass takes no arguments",
                 fix='declare excludes=("graphs",) in its ExtensionCapabilities',
             )
-        built.append((label, extension))
-    return Extensions.of(built)
+        built.append((descriptor.name, label, extension))
+    inputs = frozenset(name for one in parts.planned.all_extensions for name in one.capabilities.inputs)
+    return Extensions.of(built, inputs)
+
+
+def _context(parts: Parts, descriptor: Descriptor[Any]) -> ExtensionContext:
+    planned, rows = parts.planned, parts.rows
+    return ExtensionContext(
+        contract=bind_contract(descriptor),
+        rows=rows,
+        max_requests=rows.max_requests,
+        max_model_len=rows.max_model_len,
+        vocab_size=planned.facts.vocab_size,
+        device=planned.device,
+        features=planned.features,
+        options=planned.options(descriptor),
+        parts=parts,
+    )

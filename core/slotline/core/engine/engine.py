@@ -18,6 +18,7 @@ from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
 from slotline.core.api.tokenizer import Tokenizer, with_bad_words
 from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
@@ -27,7 +28,6 @@ from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.scope import on_device
 from slotline.core.engine.admission_hooks import AdmissionHooks
 from slotline.core.engine.engine_lock import EngineLock, exclusive
-from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.input_processor import InputProcessor
 from slotline.core.engine.output_builder import request_output
 from slotline.core.engine.output_processor import OutputProcessor, StepResult
@@ -211,6 +211,7 @@ class Engine:
             endings=self.endings,
             grammars=self.grammars,
             overlapped=self.overlap is not None,
+            extensions=self.extensions,
         )
         self.recovery = Recovery(
             requests=self.requests,
@@ -236,7 +237,8 @@ class Engine:
     @exclusive
     @on_device
     def add(
-        self,
+        self: Engine,
+        /,
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams | PoolingParams,
@@ -248,6 +250,7 @@ class Engine:
         lora_request: LoRARequest | None = None,
         index: int = 0,
         stream: bool = False,
+        **inputs: Any,
     ) -> Request:
         """Check a request and queue it.
 
@@ -255,6 +258,7 @@ class Engine:
             params: of the engine's task.
             features: inputs besides text, as `EncoderRunner.reader` reads them. The prompt holds their placeholders.
             stream: whether its text is read while it runs.
+            inputs: what extensions of this engine take, by name.
 
         Raises:
             RequestError: naming the error, also in a forked child. Nothing is queued then, and the engine goes on.
@@ -278,8 +282,11 @@ class Engine:
             lora_request=lora_request,
             index=index,
             arrival=self.intake.arrivals,
+            inputs=inputs,
         )
         try:
+            for prepare in self.extensions.prepare_request:
+                prepare(request)
             self.intake.add(request, stream=stream)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -330,6 +337,8 @@ class Engine:
             self.encoding.reset()
         if self.adapters is not None:
             self.adapters.reloaded()
+        for reset in self.extensions.reset:
+            reset()
 
     @names_plugins
     @exclusive
@@ -433,14 +442,30 @@ class Engine:
         """Return the public form of a pooling request."""
         return pooling_output(request)
 
+    def extension(self, name: str) -> Any:
+        """Return the extension of a name, None if this engine has none."""
+        return self.extensions.named.get(name)
+
     def _queue_compiled(self) -> list[Request]:
         """Queue the requests whose grammar has been compiled. Those with an invalid grammar end with an error."""
+        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+        if self.extensions.collect_ready:
+            return self._queue_ready(idle=idle)
         if self.grammars is None:
             return []
-        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
         failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
+        self.endings.fail(failed)
+        return [request for request, _ in failed]
+
+    def _queue_ready(self, *, idle: bool) -> list[Request]:
+        """Queue the deferred requests that are ready. Return those that ended with an error."""
+        failed: list[tuple[Request, BaseException]] = []
+        for collect in self.extensions.collect_ready:
+            ready, errors = collect(idle=idle, gives_way=lambda: bool(self.lock.line))
+            self.intake.queue_ready(ready)
+            failed += errors
         self.endings.fail(failed)
         return [request for request, _ in failed]
 
@@ -473,6 +498,8 @@ class Engine:
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if (checkpoints := self.scheduler.cache.checkpoints) is not None:
             checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
+        for note in self.extensions.launched:
+            note(schedule)
         return launched
 
     def _prefixes(self, schedule: SchedulerOutput) -> tuple[int, ...]:
@@ -561,6 +588,8 @@ class Engine:
         elif self.drafting is not None:
             with self.profiler.scope("draft"):
                 self._draft(self.drafting, output, step.generations)
+        for after in self.extensions.after_step:
+            after(output, step.generations)
         return result
 
     def _draft(self, drafting: DraftRunner, output: StepOutput, generations: Int) -> None:

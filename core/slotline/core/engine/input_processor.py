@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
-from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduler.admission import EngineLimits, check_capacity, check_request
+from slotline.core.scheduler.admission import EngineLimits, check_capacity, check_inputs, check_request
 from slotline.core.scheduler.paired_requests import check_pair_capacity, pair, refuse_companion
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.registry.contracts import Companion
@@ -48,17 +48,26 @@ class InputProcessor:
         Raises:
             RequestError: naming the error. Nothing is queued then.
         """
+        check_inputs(request, self.extensions.inputs, self.limits)
         self._validate(request)
         params = request.params
         if (companion := self.pipeline.companion(request)) is not None:
             self._add_companion(request, companion)
+        others = [other for follow in self.extensions.followers for other in follow(request)]
+        for other in others:
+            self._validate(other)
         if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
         try:
-            for one in (request, request.companion):
+            for one in (request, request.companion, *others):
                 if one is not None:
                     self._take_adapter(one)
+                    for enter in self.extensions.enter:
+                        enter(one)
                     self.requests[one.request_id] = one
+            if any(defer(request) for defer in self.extensions.defer):
+                self.arrivals += 1 + len(others)
+                return
             if params.structured_outputs is not None and self.grammars is not None:
                 self.grammars.compiler.submit(request, params.structured_outputs.constraint)
             else:
@@ -83,6 +92,11 @@ class InputProcessor:
         for request in ready:
             self._queue(request)
         return failed
+
+    def queue_ready(self, requests: Sequence[Request]) -> None:
+        """Queue requests that an extension had deferred."""
+        for request in requests:
+            self._queue(request)
 
     def _validate(self, request: Request) -> None:
         check_request(request, self.limits, has_tokenizer=self.tokenizer is not None)
@@ -133,6 +147,8 @@ class InputProcessor:
                 self.scheduler.remove(one)
                 if self.adapters is not None:
                     self.adapters.leave(one)
+                for leave in self.extensions.leave:
+                    leave(one)
 
     def _take_adapter(self, request: Request) -> None:
         """Check a request's adapter, which is read now if it is new."""

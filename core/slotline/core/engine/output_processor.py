@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
+from slotline.core.batch.extensions import NO_EXTENSIONS, Ended, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
-from slotline.core.engine.stop_checker import Ended, StopChecker
+from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.paired_requests import leaders
 from slotline.core.scheduler.scheduler import Scheduler
@@ -54,6 +55,7 @@ class OutputProcessor:
     endings: RequestFinalizer
     grammars: StructuredOutputs | None
     overlapped: bool
+    extensions: Extensions = NO_EXTENSIONS
     num_known: Int | None = field(default=None, init=False)
 
     def __call__(self, schedule: SchedulerOutput, output: StepOutput) -> StepResult:
@@ -137,6 +139,8 @@ class OutputProcessor:
                 stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
                 over = self.grammars.advance(which, tokens, stopped)
                 ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
+            for advance in self.extensions.advance:
+                ended |= advance(which, tokens, ended)
             if rows.paired:
                 asked = ~rows.follows[which]
                 which, tokens = which[asked], tokens[asked]

@@ -14,8 +14,8 @@ import numpy as np
 from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
-from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.output_processor import OutputProcessor
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.lora.manager_protocol import AdapterManager
@@ -74,6 +74,8 @@ class Recovery:
             self.drafting.forget()
         if self.adapters is not None:
             self.adapters.recount(list(self.requests.values()))
+        for restore in self.extensions.restore:
+            restore(list(self.requests.values()))
         failed = [
             (request, error) for request in list(self.requests.values()) if (error := self._resume(request)) is not None
         ]
@@ -115,8 +117,10 @@ class Recovery:
         try:
             if self.grammars is not None and request.params.structured_outputs is not None:
                 self.grammars.resume(request, tokens)
+            for resume in self.extensions.resume:
+                resume(request, tokens)
         except Exception as error:  # a plugin's code may raise anything
-            logger.exception("the grammar of request %r could not be restored", request.request_id)
+            logger.exception("request %r could not be restored", request.request_id)
             return error
         return None
 

@@ -8,8 +8,8 @@ from time import monotonic
 from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, Status
-from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
@@ -53,6 +53,8 @@ class RequestFinalizer:
             self._finish_text(request)
             if self.adapters is not None:
                 self.adapters.leave(request)
+            for leave in self.extensions.leave:
+                leave(request)
             del self.requests[request.request_id]
             if self.grammars is not None:
                 self.grammars.compiler.forget(request)

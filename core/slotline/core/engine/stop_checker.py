@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from slotline.core.batch.extensions import Ended
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 
 Int = npt.NDArray[np.int64]
-Ended = dict[int, tuple[str, str | int | None]]
-"""Rows that end, each with its finish reason and the cause."""
 
 
 class StopChecker:

@@ -14,6 +14,7 @@ import torch
 from attrs import evolve
 
 from slotline.core.batch.draft_tree import DraftTree
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int, Int32
@@ -49,6 +50,7 @@ class AttentionMetadataBuilder:
         has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
         lora_slots: slots of adapters, 0 for an engine without adapters.
         cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
+        extensions: whose `gather` adds arrays to a step.
     """
 
     def __init__(
@@ -65,7 +67,10 @@ class AttentionMetadataBuilder:
         has_uncached: bool,
         lora_slots: int,
         cuts_wanted: bool,
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
+        self._gather = extensions.gather
+        self._extra_bytes = sum(count(max_tokens) for count in extensions.staging_bytes)
         self.feeds = tuple(feeds)
         self._rows = rows
         self._groups = tuple(groups)
@@ -102,6 +107,7 @@ class AttentionMetadataBuilder:
                 + 3 * by_logits
                 + bounds * (by_request + by_token)
                 + packed
+                + self._extra_bytes
                 + feed.tables.num_bytes
             )
 
@@ -131,6 +137,7 @@ class AttentionMetadataBuilder:
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
         lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)
+        extras = {name: gather(host, first.upload) for name, gather in self._gather}
         bounds = None
         if host.pending is not None and host.pending.any():
             bounds = upload_bounds(host, host.pending, self._rows.max_requests, first)
@@ -189,6 +196,7 @@ class AttentionMetadataBuilder:
             single_slot=host.single_slot,
             wanted=wanted,
             pending=host.pending,
+            extras=extras,
         )
 
     def _states(self, host: InputBatchCPU, sent: UploadedInputs) -> StateBatch:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int
 from slotline.core.batch.model_inputs import ModelInputs
@@ -46,6 +47,7 @@ class InputPreparer:
         max_encoder_len: int = 0,
         cuts_wanted: bool = False,
         repeats: DecodeFastPath | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.rows = rows
         self.repeats = repeats
@@ -70,6 +72,7 @@ class InputPreparer:
             has_uncached=has_uncached,
             lora_slots=lora_slots,
             cuts_wanted=cuts_wanted,
+            extensions=extensions,
         )
 
     def gather(
@@ -133,6 +136,7 @@ class InputPreparer:
             single_slot=int(self.rows.lora_slot[rows].max()) if adapters == AdapterUse.ONE else None,
             cuts_wanted=self.cuts_wanted and not adapters and not self.rows.score_prompts(rows),
             pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
+            token_rows=token_rows,
         )
         inputs = self.assembler.assemble(host, shape)
         if self.repeats is not None:
@@ -191,6 +195,8 @@ class InputPreparer:
             prefixes=prefixes,
             lora_slots=self._arange[:num_tokens] % used_slots if adapters else None,
             single_slot=0 if adapters == AdapterUse.ONE else None,
+            token_rows=np.zeros(num_tokens, np.int64),
+            made_up=True,
         )
         if self.repeats is not None:
             self.repeats.forget()

@@ -7,7 +7,7 @@ log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from attrs import evolve
 
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
 from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
 from slotline.core.batch.model_inputs import ModelInputs
@@ -59,8 +60,7 @@ class ModelRunner:
         microbatches: which steps' forward passes are cut into pieces.
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
-        extra_plans, extra_arguments, extra_logits, sample_listeners: methods `plan`, `forward_kwargs`,
-            `process_logits` and `after_sample` of the step extensions.
+        extensions: methods of the step extensions.
         nan_cause: says who may have made the NaN of a request's logits.
     """
 
@@ -84,10 +84,7 @@ class ModelRunner:
         count_nans: bool = False,
         microbatches: Microbatches | None = None,
         plain_draws: TokenSampler | None = None,
-        extra_plans: Sequence[Callable[[ModelInputs], None]] = (),
-        extra_arguments: Sequence[Callable[[ModelInputs], Mapping[str, Any]]] = (),
-        extra_logits: Sequence[Callable[[torch.Tensor, ModelInputs], torch.Tensor]] = (),
-        sample_listeners: Sequence[Callable[[PendingSample], None]] = (),
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.model = model
         self.router = router
@@ -104,8 +101,7 @@ class ModelRunner:
         self.grammars = grammars
         self.adapters = adapters
         self.plain_draws = plain_draws
-        self.extra_plans, self.extra_arguments = tuple(extra_plans), tuple(extra_arguments)
-        self.extra_logits, self.sample_listeners = tuple(extra_logits), tuple(sample_listeners)
+        self.extensions = extensions
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -132,6 +128,9 @@ class ModelRunner:
                 masks = self.grammars.begin(inputs, beside=True)
         whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.observing
+        whole |= any(wants(inputs) for wants in self.extensions.wants_all_hidden)
+        for begin in self.extensions.begin_logits:
+            begin(inputs)
         with scope("forward"):
             if pieces:
                 hidden, logits, layers = self._forward_pieces(inputs, pieces, plans, whole=whole), None, None
@@ -151,7 +150,7 @@ class ModelRunner:
             self.states.plan(inputs.states)
         if self.adapters is not None:
             self.adapters.plan(inputs.lora_slots, inputs.single_slot)
-        for extra in self.extra_plans:
+        for extra in self.extensions.plan:
             extra(inputs)
         self.mark()
         return attend
@@ -185,13 +184,17 @@ class ModelRunner:
                 masks = launched.masks or self.grammars.begin(inputs)
                 keep_raw = inputs.scored is not None or self.count_nans
                 processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
-        if self.extra_logits:
+        for process in self.extensions.process:
+            processed = process(processed, inputs)
+        if self.extensions.process_logits:
             processed = self._processed_further(processed, inputs)
         with scope("sample"):
             drawn = sample_checked(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
             )
             tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
+            for revise in self.extensions.revise_tokens:
+                tokens = revise(tokens, drawn.final, inputs)
             if pairs is not None:
                 tokens = pairs.follow(tokens)
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
@@ -222,14 +225,14 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-        for listener in self.sample_listeners:
+        for listener in self.extensions.after_sample:
             listener(sampling)
         return sampling
 
     def _processed_further(self, processed: Processed, inputs: ModelInputs) -> Processed:
         """Return the processed logits as the extensions leave them."""
         logits = processed.logits
-        for process in self.extra_logits:
+        for process in self.extensions.process_logits:
             logits = process(logits, inputs)
         return evolve(processed, logits=logits, touched=np.ones(len(logits), bool))
 
@@ -287,7 +290,7 @@ class ModelRunner:
             states["encoder_states"] = inputs.encoder_states
         if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
-        for arguments in self.extra_arguments:
+        for arguments in self.extensions.forward_kwargs:
             states.update(arguments(inputs))
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
@@ -362,11 +365,13 @@ class ModelRunner:
 
     def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> TokenSampler | None:
         """Return the fast sampler if a step needs nothing but plain draws, else None."""
-        if self.plain_draws is None or self.extra_logits or inputs.stand_ins is None or inputs.scored is not None:
+        if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
             return None
-        if whole or self.count_nans or self.rows.paired:
+        if whole or self.count_nans or self.rows.paired or self.extensions.process_logits:
             return None
         batch = inputs.sampling
+        if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
+            return None
         if self.grammars is not None and self.grammars.active[batch.rows].any():
             return None
         return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws

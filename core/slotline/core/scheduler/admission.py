@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from attrs import define
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attrs import define, field
 
 from slotline.core.batch.request import Request
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
@@ -16,6 +19,8 @@ class EngineLimits:
 
     Attributes:
         tasks: all tasks of the model.
+        absent: by name of a further argument of `Engine.add` or a sampling parameter whose feature this engine lacks, a
+            function that returns the reason and the remedy for a value.
         no_structured_output: the reason why no request can have structured output, with the remedy. None if requests
             can.
     """
@@ -27,6 +32,7 @@ class EngineLimits:
     chunked_prefill: bool
     priorities: bool
     tasks: tuple[str, ...] = ("generate",)
+    absent: Mapping[str, Callable[[Any], tuple[str, str]]] = field(factory=dict)
     no_structured_output: tuple[str, str] | None = None
 
 
@@ -112,6 +118,29 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
     if params.structured_outputs is not None and limits.no_structured_output is not None:
         reason, fix = limits.no_structured_output
         raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
+
+
+def check_inputs(request: Request, taken: frozenset[str], limits: EngineLimits) -> None:
+    """Refuse further arguments of a request that no extension of this engine takes.
+
+    Args:
+        request: with its arguments in `inputs`. None and empty ones are nobody's concern.
+        taken: names that extensions take.
+        limits: knows the reasons for features that this engine lacks.
+
+    Raises:
+        RequestError: naming the argument, the reason and the remedy.
+    """
+    for name, value in request.inputs.items():
+        if name in taken or value is None or value == ():
+            continue
+        if name not in limits.absent:
+            names = ", ".join(sorted(taken)) or "none"
+            raise RequestError(
+                f"{name}={safe_repr(value)}: no extension of this engine takes it", fix=f"arguments it takes: {names}"
+            )
+        reason, fix = limits.absent[name](value)
+        raise RequestError(reason, fix=fix)
 
 
 def check_capacity(request: Request, cache: KVCacheManager, max_model_len: int) -> None:

@@ -8,13 +8,14 @@ order loses its blocks and is computed again later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
@@ -37,8 +38,7 @@ class Scheduler:
     Attributes:
         lookahead: tokens after a step's own that a request gets blocks for if there are any, since a drafter's
             attention writes there.
-        limits: functions of rows [n] and the tokens that each has left [n] int64; each returns the most tokens of each
-            in this step, [n] int64.
+        extensions: methods of the step extensions.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Scheduler:
         encoder_cache: EncoderCache | None = None,
         lookahead: int = 0,
         adapters: AdapterManager | None = None,
-        limits: Sequence[Callable[[Int, Int], Int]] = (),
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -62,7 +62,7 @@ class Scheduler:
         self.encoder_cache = encoder_cache
         self.lookahead = lookahead
         self.adapters = adapters
-        self.limits = tuple(limits)
+        self.extensions = extensions
         self.running: list[Request] = []
         self._waiting = RequestQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
@@ -226,7 +226,7 @@ class Scheduler:
                 self.rows.num_drafts[rows] = 0  # every decode goes before any guess
             else:
                 left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
-        for limit in self.limits:
+        for limit in self.extensions.limit_tokens:
             left = limit(rows, left)
         if most is not None:
             left = np.minimum(left, most)  # the rows' blocks hold no more
@@ -458,6 +458,8 @@ class Scheduler:
         self.cache.release(request.row)
         if self.encoder_cache is not None:
             self.encoder_cache.release(request)
+        for unschedule in self.extensions.unschedule:
+            unschedule(request)
 
 
 def _lacking_rows(request: Request) -> int:

@@ -45,7 +45,12 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
-from slotline.registry.contracts.extension import ExtensionCapabilities, ExtensionContext, StepExtension
+from slotline.registry.contracts.extension import (
+    ExtensionCapabilities,
+    ExtensionContext,
+    FeatureExtension,
+    StepExtension,
+)
 from slotline.registry.contracts.kv_connector import (
     BlockCopy,
     CacheBlock,
@@ -140,6 +145,7 @@ __all__ = [
     "Drawn",
     "ExtensionCapabilities",
     "ExtensionContext",
+    "FeatureExtension",
     "GrammarState",
     "Graph",
     "GraphCapture",

@@ -6,11 +6,14 @@ that the extension does not need.
 
 Example: an extension that limits a request to some tokens for each second of wall time has `validate`, `admit`,
 `release` and `limit_tokens`.
+
+A feature of a plan, for instance adapters or pooling, is carried by the extension that has the feature's name. Such an
+extension may also have the methods of `FeatureExtension`, which reach into admission, recovery and the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
@@ -37,6 +40,9 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
+CARRIED: tuple[str, ...] = ()
+"""Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
+
 METHODS = (
     "validate",
     "admit",
@@ -53,6 +59,35 @@ METHODS = (
 )
 """Methods of `StepExtension` in the order in which a step calls them."""
 
+FEATURE_METHODS = (
+    "prepare_request",
+    "followers",
+    "enter",
+    "leave",
+    "defer",
+    "collect_ready",
+    "acquire",
+    "give_back",
+    "limit_prompt",
+    "unschedule",
+    "graph_variant",
+    "gather",
+    "staging_bytes",
+    "capture_kwargs",
+    "launched",
+    "begin_logits",
+    "wants_all_hidden",
+    "leaves_logits",
+    "process",
+    "revise_tokens",
+    "advance",
+    "after_step",
+    "restore",
+    "resume",
+    "reset",
+)
+"""Methods that `FeatureExtension` adds."""
+
 
 @frozen(kw_only=True, field_transformer=declared)
 class ExtensionCapabilities:
@@ -61,6 +96,7 @@ class ExtensionCapabilities:
     Attributes:
         devices: device types on which it runs.
         parameters: keys of `SamplingParams.extra_args` that it consumes.
+        inputs: names of further arguments of `Engine.add` that it consumes, kept in `Request.inputs`.
         provides: names of features that other extensions may require or exclude.
         requires: names of features without which it cannot work, out of `FEATURES` or provided by another extension.
         excludes: names of features beside which it cannot work.
@@ -69,6 +105,7 @@ class ExtensionCapabilities:
 
     devices: Set[str] = Set(None)
     parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     excludes: tuple[str, ...] = field(default=())
@@ -96,6 +133,7 @@ class ExtensionContext:
         device: device string of the step's tensors.
         features: names of the features that the plan has.
         options: the extension's own table, typed by the plugin.
+        parts: `slotline.core.builder.parts.Parts`, the built parts of the engine so far. None outside of an engine.
     """
 
     contract: int
@@ -106,6 +144,7 @@ class ExtensionContext:
     device: str
     features: frozenset[str] = field(factory=frozenset)
     options: Any = None
+    parts: Any = None
 
 
 class StepExtension(Protocol):
@@ -181,4 +220,161 @@ class StepExtension(Protocol):
         Raises:
             IntegrityError: naming what does not fit.
         """
+        ...
+
+
+class FeatureExtension(StepExtension, Protocol):
+    """Further methods of an extension that carries a feature of the plan. Each is optional.
+
+    `Request.inputs` holds what `Engine.add` was given beside prompt and parameters, by name. An extension may keep what
+    belongs to a request there too.
+    """
+
+    def prepare_request(self, request: Any) -> None:
+        """Complete a new request before any check, for instance by parameters of another kind than sampling.
+
+        Raises:
+            RequestError: naming the parameter, its value and the remedy. The request is not queued.
+        """
+        ...
+
+    def followers(self, request: Any) -> Sequence[Any]:
+        """Return requests that are computed together with a validated one. They are checked and queued with it."""
+        ...
+
+    def enter(self, request: Any) -> None:
+        """Take what a request needs from its queueing to its end. An error refuses the request."""
+        ...
+
+    def leave(self, request: Any) -> None:
+        """Give back what `enter` or `acquire` took. The request has ended, or could not be queued."""
+        ...
+
+    def defer(self, request: Any) -> bool:
+        """Return True to keep an entered request until `collect_ready` hands it over, instead of queueing it now."""
+        ...
+
+    def collect_ready(
+        self, *, idle: bool, gives_way: Callable[[], bool]
+    ) -> tuple[Sequence[Any], Sequence[tuple[Any, BaseException]]]:
+        """Return the deferred requests that may be queued, and those that failed, with their errors.
+
+        Args:
+            idle: the engine has nothing else to do, so that waiting is right.
+            gives_way: returns True once another thread wants the engine.
+        """
+        ...
+
+    def acquire(self, request: Any, *, passing: bool) -> bool:
+        """Take what a request needs to run, before it gets a row. Return False to let it wait.
+
+        Args:
+            passing: another request before it has to wait, so that this one would pass it.
+        """
+        ...
+
+    def give_back(self, request: Any) -> None:
+        """Give back what `acquire` took. The request was not admitted after all."""
+        ...
+
+    def limit_prompt(self, request: Any, computed: int, count: int) -> int:
+        """Return the tokens of a waiting request's first step, at most `count`, after `computed` cached ones.
+
+        0 lets it wait.
+        """
+        ...
+
+    def unschedule(self, request: Any) -> None:
+        """Forget what was taken for a request's steps. It lost its blocks, by preemption or since it ended."""
+        ...
+
+    def graph_variant(self, rows: npt.NDArray[np.int64]) -> int:
+        """Return the variant of captured graphs that a step of `rows` [n] needs. 0 is the plain one.
+
+        A larger variant serves the steps of a smaller one too. One extension of an engine may have this method.
+        """
+        ...
+
+    def gather(self, batch: Any, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> Any:
+        """Return what `ModelInputs.extras` holds under the extension's name: arrays of a step, uploaded with its copy.
+
+        Args:
+            batch: `slotline.core.batch.input_batch_cpu.InputBatchCPU`, padded to the captured shape.
+            upload: adds an array to the step's one copy to the device and returns the tensor there.
+        """
+        ...
+
+    def staging_bytes(self, max_tokens: int) -> int:
+        """Return the bytes that `gather` uploads at most in a step of `max_tokens` tokens."""
+        ...
+
+    def capture_kwargs(self, inputs: Any, broken: frozenset[str], cut: Callable[[Callable[[], None]], None]) -> Any:
+        """Return keyword arguments for a forward pass that is being captured, as `forward_kwargs` for an eager one.
+
+        Args:
+            broken: names of groups whose calls cannot be captured.
+            cut: ends the running capture, keeps a call, and begins another capture after it.
+        """
+        ...
+
+    def launched(self, scheduled: Any) -> None:
+        """Note that a step's forward pass has been launched."""
+        ...
+
+    def begin_logits(self, inputs: Any) -> None:
+        """Prepare the work on a step's logits on the host, while its forward pass is about to run on the device."""
+        ...
+
+    def wants_all_hidden(self, inputs: Any) -> bool:
+        """Return True if hidden states of all tokens of a step are needed, and not only of those that sample."""
+        ...
+
+    def leaves_logits(self, inputs: Any) -> bool:
+        """Return True if the extension neither reads nor changes the logits of a step."""
+        ...
+
+    def process(self, processed: Any, inputs: Any) -> Any:
+        """Return `Processed` logits: those given, or others with their touched rows and errors."""
+        ...
+
+    def revise_tokens(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: Any) -> torch.Tensor:
+        """Return the drawn tokens [num_logits] int64 after a decision on them, on their device.
+
+        Args:
+            tokens: [num_logits] int64.
+            final: [num_logits, vocab_size] float32, the logits that they were drawn from, if they were kept.
+            inputs: `ModelInputs` of the step.
+        """
+        ...
+
+    def advance(
+        self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32], ended: Mapping[int, tuple[str, Any]]
+    ) -> Mapping[int, tuple[str, Any]]:
+        """Take in a token of each of `rows` [n]. Return the rows that end with it, each with reason and cause.
+
+        Args:
+            ended: rows that end for another reason.
+        """
+        ...
+
+    def after_step(self, output: Any, generations: npt.NDArray[np.int64]) -> None:
+        """Work after a step's tokens were handed out.
+
+        Args:
+            output: its `StepOutput`.
+            generations: [max_requests] int64, of all rows when it was started. A row whose generation has changed since
+                belongs to another request or begins anew.
+        """
+        ...
+
+    def restore(self, requests: Sequence[Any]) -> None:
+        """Make the extension's state again from the unfinished requests, after an exception escaped from a step."""
+        ...
+
+    def resume(self, request: Any, token_ids: Sequence[int]) -> None:
+        """Make the state of a request with a row that of its output `token_ids`. An error ends this request."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was computed with the model's old weights. No request is unfinished."""
         ...

@@ -8,67 +8,90 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import PendingSample, StepOutput
+from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS
 from slotline.registry.errors import PluginError
 
 Int = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+Ended = dict[int, tuple[str, str | int | None]]
+"""Rows that end, each with its finish reason and the cause."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
 
 
 @frozen(kw_only=True)
 class Extensions:
-    """Bound methods of the extensions, each tuple in the declared order; see `StepExtension`.
+    """Bound methods of the extensions, each tuple in the declared order; see `StepExtension` and `FeatureExtension`.
 
     Answers that a step relies on are checked: a wrong type or shape is a `PluginError` that names the extension.
+
+    Attributes:
+        named: the extension objects by name.
+        inputs: names of further arguments of `Engine.add` that some extension takes.
     """
 
+    named: Mapping[str, Any] = field(factory=dict)
+    inputs: frozenset[str] = frozenset()
+    prepare_request: tuple[Callable[[Request], None], ...] = ()
     validate: tuple[Callable[[Request], None], ...] = ()
+    followers: tuple[Callable[[Request], Sequence[Request]], ...] = ()
+    enter: tuple[Callable[[Request], None], ...] = ()
+    leave: tuple[Callable[[Request], None], ...] = ()
+    defer: tuple[Callable[[Request], bool], ...] = ()
+    collect_ready: tuple[Callable[..., tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]], ...] = ()
+    acquire: tuple[Callable[..., bool], ...] = ()
+    give_back: tuple[Callable[[Request], None], ...] = ()
+    limit_prompt: tuple[Callable[[Request, int, int], int], ...] = ()
     admit: tuple[Callable[[Request], None], ...] = ()
     release: tuple[Callable[[int], None], ...] = ()
+    unschedule: tuple[Callable[[Request], None], ...] = ()
     limit_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     before_step: tuple[Callable[[SchedulerOutput], SchedulerOutput], ...] = ()
+    graph_variant: tuple[Callable[[Int], int], ...] = ()
+    gather: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    staging_bytes: tuple[Callable[[int], int], ...] = ()
     prepare_inputs: tuple[Callable[[ModelInputs], ModelInputs], ...] = ()
     plan: tuple[Callable[[ModelInputs], None], ...] = ()
     forward_kwargs: tuple[Callable[[ModelInputs], Mapping[str, Any]], ...] = ()
+    capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
+    launched: tuple[Callable[[SchedulerOutput], None], ...] = ()
+    begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()
+    wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()
+    leaves_logits: tuple[Callable[[ModelInputs], bool], ...] = ()
+    process: tuple[Callable[[Any, ModelInputs], Any], ...] = ()  # of `Processed`
     process_logits: tuple[Callable[[torch.Tensor, ModelInputs], torch.Tensor], ...] = ()
+    revise_tokens: tuple[Callable[[torch.Tensor, torch.Tensor | None, ModelInputs], torch.Tensor], ...] = ()
     after_sample: tuple[Callable[[PendingSample], None], ...] = ()
     commit: tuple[Callable[[StepOutput], None], ...] = ()
+    advance: tuple[Callable[[Int, Int32, Ended], Ended], ...] = ()
+    after_step: tuple[Callable[[StepOutput, Int], None], ...] = ()
+    restore: tuple[Callable[[Sequence[Request]], None], ...] = ()
+    resume: tuple[Callable[[Request, Sequence[int]], None], ...] = ()
+    reset: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
 
     @classmethod
-    def of(cls, built: Sequence[tuple[str, Any]]) -> Extensions:
+    def of(cls, built: Sequence[tuple[str, str, Any]], inputs: frozenset[str] = frozenset()) -> Extensions:
         """Resolve the methods of built extensions.
 
         Args:
-            built: label and object of each extension, in order.
+            built: name, label and object of each extension, in order.
+            inputs: names of further arguments of `Engine.add` that some of them take.
         """
 
-        def bound(name: str) -> tuple[Any, ...]:
-            found = [(label, getattr(one, name, None)) for label, one in built]
-            checked = _CHECKED.get(name)
-            return tuple(
-                method if checked is None else checked(method, label) for label, method in found if method is not None
-            )
+        def bound(method: str) -> tuple[Any, ...]:
+            found = [(label, getattr(one, method, None)) for _, label, one in built]
+            checked = _CHECKED.get(method)
+            return tuple(call if checked is None else checked(call, label) for label, call in found if call is not None)
 
-        return cls(
-            validate=bound("validate"),
-            admit=bound("admit"),
-            release=bound("release"),
-            limit_tokens=bound("limit_tokens"),
-            before_step=bound("before_step"),
-            prepare_inputs=bound("prepare_inputs"),
-            plan=bound("plan"),
-            forward_kwargs=bound("forward_kwargs"),
-            process_logits=bound("process_logits"),
-            after_sample=bound("after_sample"),
-            commit=bound("commit"),
-            check=bound("check"),
-        )
+        gather = tuple((name, one.gather) for name, _, one in built if hasattr(one, "gather"))
+        methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS)}
+        return cls(named={name: one for name, _, one in built}, inputs=inputs, **{**methods, "gather": gather})
 
 
 NO_EXTENSIONS = Extensions()
