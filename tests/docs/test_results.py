@@ -27,8 +27,9 @@ def test_a_result_names_machine_date_command_and_source(path: Path) -> None:
     assert {len(row) for row in found["rows"]} == {len(found["columns"])}
 
 
-def test_the_page_of_figures_shows_every_result() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+def test_the_pages_of_figures_show_every_result() -> None:
+    pages = ("performance.md", "figures.md")
+    text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages)
     shown = re.findall(r"<!-- generated: results\.([\w-]+) -->", text)
     assert sorted(shown) == sorted(path.stem for path in RESULTS)
 
