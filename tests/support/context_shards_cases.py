@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from slotline.core.model_runner.context_shards import ContextShards, Shard
+from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
 from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
@@ -68,10 +68,10 @@ def compare(
         size,
         offer.lse_base,
         offer.writes_cache,
-        [{0: part} for part in parts],
     )
+    divided: Any = ShardedCache(*parts[0], tuple(parts))
     found = []
-    for one, cache in ((build(context), whole), (sharded, parts[0])):
+    for one, cache in ((build(context), whole), (sharded, divided)):
         plan, out = one.plan(batch), torch.empty_like(query)
         if not offer.writes_cache:
             one.write(layer, key, value, cache, plan)

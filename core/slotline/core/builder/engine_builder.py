@@ -135,6 +135,7 @@ class EngineBuilder:
             named={},
         )
         extensions = build_extensions(parts)
+        self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
         pipeline = build_pipeline(planned, rows, tokenizer)
         scales = self.groups.kv_scales()
         attention = self.groups.attention_groups(scales)

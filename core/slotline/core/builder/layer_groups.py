@@ -8,12 +8,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.placement import batches_of
 from slotline.core.builder.plugin_construction import build_plugin
-from slotline.core.kv_cache.allocation import DeviceOf, allocate_pages, bind_caches, no_cache
+from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_cache
 from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.kv_cache.kv_scales import KVScaleTable
@@ -21,7 +21,6 @@ from slotline.core.kv_cache.sizing import DeviceMemory, count_slots
 from slotline.core.kv_cache.state_checkpoints import Checkpoints
 from slotline.core.kv_cache.state_rules import rules_of
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
-from slotline.core.model_runner.context_shards import ContextShards, Shard
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
@@ -54,10 +53,12 @@ class LayerGroupBuilder:
 
     Attributes:
         planned: the plan with its descriptors and facts.
+        shards: extension that divides the keys of requests over devices. None if each is on one.
         held_states: the cache specs of the model's states.
     """
 
     planned: Planned
+    shards: Any = None
     held_states: list[HeldStates] = field(init=False)
 
     @held_states.default
@@ -158,8 +159,11 @@ class LayerGroupBuilder:
             batch_invariant=self.planned.loaded.config.batch_invariant,
             options=self.planned.options(descriptor),
         )
-        sharded = self.planned.shards.divided and bool(group.cache_group)
-        backend = self._context_shards(group, descriptor, context) if sharded else self._built(descriptor, context)
+        sharded = self.shards is not None and bool(group.cache_group)
+        if self.shards is not None and group.cache_group:
+            backend = self.shards.attention_backend(group, descriptor, context, self._built, self._spec)
+        else:
+            backend = self._built(descriptor, context)
         return AttentionGroup(
             name=group.name,
             backend=backend,
@@ -175,30 +179,6 @@ class LayerGroupBuilder:
             any_captured=not sharded and _captured_always(descriptor.capabilities),
             plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
             plugin=self.planned.registry.full_name(descriptor),
-        )
-
-    def _context_shards(
-        self, group: GroupPlan, descriptor: Descriptor[Any], context: AttentionContext
-    ) -> ContextShards:
-        """Build a backend for each shard, and another for a step's own keys with a cache for them.
-
-        The backends of the shards take each token as a request.
-        """
-        scheduler, devices = self.planned.loaded.config.scheduler, self.planned.shards.devices
-        size = group.kernel_block_size
-        most = max(scheduler.max_batched_tokens, scheduler.max_requests)
-        each = evolve(context, block_size=group.block_size // len(devices), max_requests=most, max_query_len=1)
-        shards = [Shard(self._built(descriptor, evolve(each, device=device)), device) for device in devices]
-        num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
-        spec, layer = self._spec(self.planned.plan.cache_group(group.cache_group), size), context.layers[0]
-        return ContextShards(
-            shards,
-            self._built(descriptor, evolve(context, block_size=size)),
-            spec.bind(self._zeros(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
-            context.device,
-            size,
-            descriptor.capabilities.lse_base,
-            descriptor.capabilities.writes_cache,
         )
 
     def _built(self, descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
@@ -229,8 +209,8 @@ class LayerGroupBuilder:
             pages: the caches' memory. New memory is allocated if it is not given.
             checks: of the outputs of backends in eager steps.
         """
-        if self.planned.shards.divided:
-            caches = self._sharded(attention, num_blocks)
+        if self.shards is not None:
+            caches = self._complete(self.shards.caches(num_blocks, self._spec))
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
             caches = self._complete(self._bound(specs, pages, num_blocks))
@@ -262,20 +242,6 @@ class LayerGroupBuilder:
             elif layer.attention_type == "encoder_only":
                 caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
         return caches
-
-    def _sharded(self, attention: list[AttentionGroup], num_blocks: int) -> dict[int, KVCache]:
-        """Allocate each shard's part of the caches and hand it to the groups. Return the first shard's caches."""
-        plan, devices = self.planned.plan, self.planned.shards.devices
-        (group,) = plan.cache_groups
-        specs = [self._spec(group, group.block_size // len(devices))]
-        caches = []
-        for device in devices:
-            pages = allocate_pages(plan, specs, num_blocks, _everywhere(device), self._zeros)
-            caches.append(self._complete(bind_caches(plan, specs, pages, num_blocks)))
-        for one in attention:
-            if isinstance(one.backend, ContextShards):
-                one.backend.caches = caches
-        return caches[0]
 
     def set_router(self, runner: ModelRunner, gatherer: InputPreparer, router: AttentionDispatcher) -> None:
         """Hand the caches to the model's layers, and to the drafter's own."""
@@ -345,10 +311,6 @@ class LayerGroupBuilder:
             return None
         held = self.held_states
         return Checkpoints(rows, states, memory.unit, rules_of([one.spec for one in held]), [one.name for one in held])
-
-
-def _everywhere(device: str) -> DeviceOf:
-    return lambda _layer: device
 
 
 def _captured_always(capabilities: AttentionCapabilities) -> bool:

@@ -40,7 +40,7 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ()
+CARRIED: tuple[str, ...] = ("context_shards",)
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (

@@ -12,8 +12,8 @@ apart, in a small cache that holds a step, and the shards' keys are those of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,14 @@ class ShardedPlan:
     fresh: Any
 
 
+class ShardedCache(NamedTuple):
+    """Cache of one layer over shards. `key` and `value` are those of the first shard, as in `KVCache`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    shards: tuple[KVCache, ...]
+
+
 def local_lens(num_keys: Int, shard: int, num_shards: int, size: int) -> Int:
     """Count the first `num_keys` tokens [n] that a shard holds, which has every `num_shards`-th piece of `size`."""
     rounds, rest = np.divmod(num_keys, num_shards * size)
@@ -69,7 +77,6 @@ class ContextShards:
         size: tokens of a kernel block.
         base: of the backends' LSE.
         writes_cache: whether the backends store keys inside `forward`.
-        caches: of each shard, by the layer's index.
     """
 
     shards: Sequence[Shard]
@@ -79,7 +86,6 @@ class ContextShards:
     size: int
     base: str
     writes_cache: bool
-    caches: Sequence[Mapping[int, KVCache]] = ()
 
     def plan(self, batch: AttentionBatch) -> ShardedPlan:
         """Plan all shards, and the step's own keys."""
@@ -100,10 +106,10 @@ class ContextShards:
         fresh = self.own.plan(self._of_step(batch, starts, lens)) if several else None
         return ShardedPlan(parts, has_keys, fresh)
 
-    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
-        """Store the new keys, each in its shard."""
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: Any, plan: Any) -> None:
+        """Store the new keys, each in its shard. `cache` is a `ShardedCache`."""
         for index, shard in enumerate(self.shards):
-            own = self.caches[index][layer.index]
+            own = cache.shards[index]
             with device_scope(shard.device):
                 shard.backend.write(layer, key.to(shard.device), value.to(shard.device), own, plan.parts[index])
 
@@ -113,7 +119,7 @@ class ContextShards:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: KVCache,
+        cache: Any,  # ShardedCache
         plan: Any,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
@@ -141,7 +147,7 @@ class ContextShards:
                     shard.backend,
                     layer,
                     *tensors,
-                    self.caches[index][layer.index],
+                    cache.shards[index],
                     plan.parts[index],
                     part,
                     None if beside is None else beside.to(where),

@@ -15,7 +15,7 @@ from repository import SUPPORT
 from tiny_engines import everything_returned
 
 from slotline.core import LLM
-from slotline.core.model_runner.context_shards import local_lens
+from slotline.plugins.context_shards.attention import local_lens
 from slotline.registry.errors import ConfigError, NegotiationError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(8, 162)]
@@ -85,8 +85,8 @@ def test_shards_give_transformers_tokens_with_chunks_hits_and_preemptions(
 def test_each_shard_holds_its_own_part_of_the_keys_and_no_more(tiny: Tiny, engines: Engines) -> None:
     whole = engines(tiny("llama"), **SMALL)
     llm = engines(tiny("llama"), **SMALL, **{"parallel.context_shards": 2})
-    (group,) = llm.engine.runner.router.groups
-    first, second = (caches[0].key for caches in group.backend.caches)
+    sharded: Any = llm.engine.runner.router.caches()[0]
+    first, second = (cache.key for cache in sharded.shards)
     report, alone = llm.engine.memory, whole.engine.memory
     assert report is not None
     assert alone is not None
