@@ -311,6 +311,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         "context_shards": shards.divided,
         "guidance": any(one.capabilities.companions for one in processors),
         "kv_transfer": connector is not None,
+        "microbatches": config.scheduler.microbatches > 1,
         "multimodal": bool(facts.modalities),
         "structured_output": grammars.descriptor is not None,
     }

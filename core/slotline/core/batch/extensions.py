@@ -59,6 +59,7 @@ class Extensions:
     plan: tuple[Callable[[ModelInputs], None], ...] = ()
     forward_kwargs: tuple[Callable[[ModelInputs], Mapping[str, Any]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
+    wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
     launched: tuple[Callable[[SchedulerOutput], None], ...] = ()
     begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()
     wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()

@@ -37,7 +37,6 @@ from slotline.core.model_runner.attention_dispatcher import AttentionGroup
 from slotline.core.model_runner.decode_fast_path import repeats_for
 from slotline.core.model_runner.encoder_runner import EncoderRunner, build_encoding
 from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.core.model_runner.microbatches import Microbatches
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.nan_cause import nan_cause
 from slotline.core.model_runner.output_checks import OutputChecks
@@ -304,7 +303,6 @@ class EngineBuilder:
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
-            microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
             extensions=extensions,
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )

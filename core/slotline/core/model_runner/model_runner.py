@@ -7,8 +7,8 @@ log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,8 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.core.lora.manager_protocol import AdapterManager
-from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.core.model_runner.graph_runner import GraphRunner
-from slotline.core.model_runner.microbatches import Microbatches, cut, places_in
 from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
@@ -46,6 +45,23 @@ NONE_SPOILED: frozenset[int] = frozenset()
 _PROMPT_LOGITS_AT_A_TIME = 256  # rows of the vocabulary, to bound the memory of prompt log-probabilities
 
 
+class ComputedPass(NamedTuple):
+    """Results of a forward pass, as in `ForwardOutput`."""
+
+    attend: Attend
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    layers: torch.Tensor | None
+
+
+class ForwardPass(Protocol):
+    """Plan of a step and its forward pass. `whole` says that hidden states of all tokens are wanted."""
+
+    def __call__(self, inputs: ModelInputs, *, whole: bool) -> ComputedPass:
+        """Plan and run a step."""
+        ...
+
+
 class ModelRunner:
     """Runner of steps. The same functions serve profiling, warm-up and real requests.
 
@@ -57,7 +73,6 @@ class ModelRunner:
         states: serves the model's state layers, where it has any.
         grammars: says which tokens structured output lets come next, where a plugin for it is there.
         adapters: joins adapters to the model, where any may be used.
-        microbatches: which steps' forward passes are cut into pieces.
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
         extensions: methods of the step extensions.
@@ -82,7 +97,6 @@ class ModelRunner:
         mark: Callable[[], None],
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
-        microbatches: Microbatches | None = None,
         plain_draws: TokenSampler | None = None,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
@@ -92,7 +106,6 @@ class ModelRunner:
         self.pipeline = pipeline
         self.staging = staging
         self.mark = mark
-        self.microbatches = microbatches or Microbatches()
         self.profiler = profiler
         self.drafting = drafting
         self.last_tokens = last_tokens
@@ -102,6 +115,9 @@ class ModelRunner:
         self.adapters = adapters
         self.plain_draws = plain_draws
         self.extensions = extensions
+        self._compute: ForwardPass = self._compute_whole
+        for wrap in extensions.wrap_forward:
+            self._compute = wrap(self, self._compute)
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -117,35 +133,39 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> ForwardOutput:
         """Plan attention and start the forward pass."""
-        scope = self.profiler.scope
-        with scope("plan"):
-            pieces = self._pieces(inputs)
-            plans = [self.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
-            attend = self.plan(inputs, plans)
         masks = None
         if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
-            with scope("grammar"):
+            with self.profiler.scope("grammar"):
                 masks = self.grammars.begin(inputs, beside=True)
         whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.observing
         whole |= any(wants(inputs) for wants in self.extensions.wants_all_hidden)
         for begin in self.extensions.begin_logits:
             begin(inputs)
-        with scope("forward"):
-            if pieces:
-                hidden, logits, layers = self._forward_pieces(inputs, pieces, plans, whole=whole), None, None
-            else:
-                hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
+        attend, hidden, logits, layers = self._compute(inputs, whole=whole)
         return ForwardOutput(
             inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
         )
 
-    def plan(self, inputs: ModelInputs, plans: Sequence[StepPlans] = ()) -> Attend:
-        """Plan a step's attention, unless its pieces' `plans` are there, its states and its adapters."""
-        if plans:
-            attend = self.router.under(plans[0])
-        else:
-            attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
+    def _compute_whole(self, inputs: ModelInputs, *, whole: bool) -> ComputedPass:
+        """Plan a step and run its forward pass, or replay it."""
+        with self.profiler.scope("plan"):
+            attend = self.plan(inputs)
+        with self.profiler.scope("forward"):
+            return ComputedPass(attend, *self._forward_or_replay(inputs, attend, whole=whole))
+
+    def runs_eagerly(self, inputs: ModelInputs) -> bool:
+        """Return True if a step's forward pass is no replay."""
+        return inputs.shape is None or self.graphs is None
+
+    def plan(self, inputs: ModelInputs) -> Attend:
+        """Plan a step's attention, its states, its adapters and what extensions run."""
+        attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
+        self.plan_others(inputs)
+        return attend
+
+    def plan_others(self, inputs: ModelInputs) -> None:
+        """Plan all that a forward pass needs beside attention."""
         if self.states is not None and inputs.states is not None:
             self.states.plan(inputs.states)
         if self.adapters is not None:
@@ -153,7 +173,6 @@ class ModelRunner:
         for extra in self.extensions.plan:
             extra(inputs)
         self.mark()
-        return attend
 
     @torch.inference_mode()
     def sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
@@ -324,28 +343,6 @@ class ModelRunner:
         if inputs.shape is None or self.graphs is None or self.drafting is not None:
             return frozenset()
         return self.graphs.standing(inputs.shape)
-
-    def _pieces(self, inputs: ModelInputs) -> tuple[slice, ...]:
-        """Return the token slices of the forward pass. They are empty for a replay, and if the pass gives scales."""
-        if self.router.calculating is not None or (inputs.shape is not None and self.graphs is not None):
-            return ()
-        return self.microbatches.pieces(inputs.num_tokens, inputs.num_padded_tokens)
-
-    def _forward_pieces(
-        self, inputs: ModelInputs, pieces: Sequence[slice], plans: Sequence[StepPlans], *, whole: bool
-    ) -> torch.Tensor:
-        """Run `forward` piece after piece: hidden states of the wanted tokens, or of all if `whole`."""
-        token_ids, hidden, embeds = self.token_ids(inputs), [], None
-        if inputs.embeds is not None:
-            model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
-            embeds = inputs.embeds.merged(model.embed, token_ids)
-        for piece, own in zip(pieces, plans, strict=True):
-            there = places_in(inputs.logits_indices_cpu, piece)
-            wanted = None if whole else inputs.logits_indices[there] - piece.start
-            some = () if embeds is None else (embeds[piece],)
-            attend = self.router.under(own)
-            hidden.append(self.model.forward(token_ids[piece], inputs.positions[piece], attend, wanted, *some))
-        return torch.cat(hidden)
 
     def _states_for(self, drafting: DraftRunner, launched: ForwardOutput, states: torch.Tensor) -> dict[str, Any]:
         """Return the states that a drafter reads: of the logits rows, and of all tokens if it reads those."""

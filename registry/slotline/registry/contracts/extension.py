@@ -40,7 +40,7 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ("context_shards",)
+CARRIED: tuple[str, ...] = ("context_shards", "microbatches")
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (
@@ -74,6 +74,7 @@ FEATURE_METHODS = (
     "gather",
     "staging_bytes",
     "capture_kwargs",
+    "wrap_forward",
     "launched",
     "begin_logits",
     "wants_all_hidden",
@@ -314,6 +315,15 @@ class FeatureExtension(StepExtension, Protocol):
         Args:
             broken: names of groups whose calls cannot be captured.
             cut: ends the running capture, keeps a call, and begins another capture after it.
+        """
+        ...
+
+    def wrap_forward(self, runner: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that plans and runs a step's forward pass in place of `forward`. Called once.
+
+        Args:
+            runner: `slotline.core.model_runner.model_runner.ModelRunner`.
+            forward: a `ForwardPass` of that module, as the function to return.
         """
         ...
 

@@ -18,8 +18,8 @@ from repository import ROOT
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.model_runner.microbatches import Microbatches, cut, places_in
 from slotline.planner.plan import make_plan
+from slotline.plugins.microbatches.pieces import Microbatches, cut, places_in
 from slotline.registry.config import load_config
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.errors import NegotiationError
@@ -208,12 +208,12 @@ def test_the_last_piece_of_a_padded_step_is_extended_to_the_padded_total(tiny: T
     for most in (1, 2):
         inputs = gatherer.dummy([2] * 5, seq_len=2, vocab_size=300, shape=shape)
         assert (inputs.num_tokens, inputs.num_padded_tokens) == (10, 16)
-        runner.microbatches = Microbatches(most, 2)
+        llm.engine.extension("microbatches").rule = Microbatches(most, 2)
         try:
             with forwards(llm) as sizes:
                 hidden.append(runner.launch(inputs).hidden)
         finally:
-            runner.microbatches = Microbatches(2, 2)
+            llm.engine.extension("microbatches").rule = Microbatches(2, 2)
     assert sizes == [5, 11]
     torch.testing.assert_close(hidden[1], hidden[0], atol=1e-5, rtol=1e-5)
 
