@@ -111,6 +111,7 @@ def test_both_of_a_pair_are_preempted(path: Path, wanted: list[list[int]]) -> No
     for overlapped in (False, True):
         llm = LLM(path, **SETTINGS, max_num_seqs=8, **{"scheduler.async": overlapped})
         engine = llm.engine
+        partner = engine.extension("guidance").pairs.other
         requests = [
             engine.add(f"r{i}", llm.tokenizer.encode(case[0]), greedy(*case[1:])) for i, case in enumerate(CASES)
         ]
@@ -120,7 +121,7 @@ def test_both_of_a_pair_are_preempted(path: Path, wanted: list[list[int]]) -> No
             steps += 1
             if steps % 5 == 0 and engine.scheduler.running:
                 victims = engine.scheduler._preempt()
-                assert [one.partner for one in victims] == victims[::-1]
+                assert [*map(partner, victims)] == victims[::-1]
         assert [request.output_token_ids for request in requests] == wanted
         assert sum(request.metrics.num_preemptions for request in requests) > 2
 
@@ -149,8 +150,9 @@ def test_pairs_that_overtake_one_another_do_not_wait_for_ever(lacking: str, over
     llm.engine.scheduler.cache.reset()
     late = add(llm, "late", prompts[0], params[0], priority=5)
     llm.engine.step()
-    assert late.companion is not None
-    assert (late.row, late.companion.row) == (0, -1)
+    partner = llm.engine.extension("guidance").pairs.other
+    assert partner(late) is not None
+    assert (late.row, partner(late).row) == (0, -1)
     early = add(llm, "early", prompts[1], params[1], priority=0)
     run_out(llm)
     assert [late.output_token_ids, early.output_token_ids] == expected

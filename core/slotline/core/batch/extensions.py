@@ -40,13 +40,16 @@ class Extensions:
     prepare_request: tuple[Callable[[Request], None], ...] = ()
     validate: tuple[Callable[[Request], None], ...] = ()
     followers: tuple[Callable[[Request], Sequence[Request]], ...] = ()
+    linked: tuple[Callable[[Request], Sequence[Request]], ...] = ()
     enter: tuple[Callable[[Request], None], ...] = ()
     leave: tuple[Callable[[Request], None], ...] = ()
     defer: tuple[Callable[[Request], bool], ...] = ()
     collect_ready: tuple[Callable[..., tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]], ...] = ()
     acquire: tuple[Callable[..., bool], ...] = ()
     give_back: tuple[Callable[[Request], None], ...] = ()
-    limit_prompt: tuple[Callable[[Request, int, int], int], ...] = ()
+    first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
+    limit_prompt: tuple[Callable[[Request, int, int], int | None], ...] = ()
+    trim_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     admit: tuple[Callable[[Request], None], ...] = ()
     release: tuple[Callable[[int], None], ...] = ()
     unschedule: tuple[Callable[[Request], None], ...] = ()
@@ -93,6 +96,10 @@ class Extensions:
         gather = tuple((name, one.gather) for name, _, one in built if hasattr(one, "gather"))
         methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS)}
         return cls(named={name: one for name, _, one in built}, inputs=inputs, **{**methods, "gather": gather})
+
+    def all_linked(self, request: Request) -> list[Request]:
+        """Return the other requests that are admitted, preempted and ended together with a request."""
+        return [other for linked in self.linked for other in linked(request)]
 
 
 NO_EXTENSIONS = Extensions()

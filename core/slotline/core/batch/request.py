@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -47,8 +48,8 @@ class Request:
         lora_request: its adapter. `adapter_key` separates its cached keys and values from those of other adapters.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
-        companion: a request of another prompt that gets the same output tokens, for a logits processor that reads its
-            logits. Its `leader` is the request that it belongs to. The two sample in the same steps.
+        leader: the request that this one belongs to, None for one that was added. Users are told only of those.
+        role: name of its prompt in messages.
         row: permanent row from admission until the request leaves, else -1.
         joined: whether plugins are prepared for it. It joins once, even if it is preempted several times.
         loads: whether its prefix may be looked for in the connector.
@@ -74,8 +75,8 @@ class Request:
     index: int = 0
     arrival: int = 0
     arrival_time: float = field(factory=monotonic)
-    companion: Request | None = None
     leader: Request | None = None
+    role: str = "prompt"
     row: int = -1
     joined: bool = False
     loads: bool = True
@@ -99,11 +100,6 @@ class Request:
         return (self.priority, self.arrival)
 
     @property
-    def partner(self) -> Request | None:
-        """The other one of a pair."""
-        return self.companion or self.leader
-
-    @property
     def whole_prompt(self) -> bool:
         """True if every position of the prompt must be computed, so that no cached prefix is taken."""
         return self.params.prompt_logprobs is not None or self.pools_whole_prompt
@@ -117,3 +113,8 @@ class Request:
     def finished(self) -> bool:
         """True if no more tokens will come."""
         return self.status is Status.FINISHED
+
+
+def leaders(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests that users know of, each once."""
+    return list(dict.fromkeys(request.leader or request for request in requests))

@@ -18,7 +18,6 @@ from slotline.core.batch.request import Request
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
-ABSENT = -2
 NO_LIMIT = np.iinfo(np.int64).max
 
 
@@ -50,9 +49,8 @@ class RequestTable:
         temperature, top_p, log_floor: float32, as in `SamplingMetadata`. `top_k`: int64, 0 for all.
         seed: uint64, one per request.
         num_logprobs, num_prompt_logprobs: -1 for none.
-        partner: of a row whose request is one of a pair, the partner's row, or `ABSENT` while that has none. Else -1.
-        follows: bool, the row's request is the companion of another, and gets its tokens.
-        paired: whether any row's request is one of a pair.
+        hidden: bool, the row's request belongs to another, which users know.
+        any_hidden: whether any row's request is hidden.
         lora_slot: slot of the request's adapter, -1 for none.
         stop_token_ids: [max_requests, width] int32, filled up with -1, as wide as the longest list so far.
         ignore_eos, streams: flags. `streams` rows are detokenised in every step.
@@ -87,9 +85,8 @@ class RequestTable:
         self.seed = np.zeros(max_requests, np.uint64)
         self.num_logprobs = np.full(max_requests, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
-        self.partner = np.full(max_requests, -1, np.int64)
-        self.follows = np.zeros(max_requests, bool)
-        self.paired = False
+        self.hidden = np.zeros(max_requests, bool)
+        self.any_hidden = False
         self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
@@ -109,7 +106,8 @@ class RequestTable:
         self.requests[row] = request
         self._write_lengths(row, request)
         self._write_sampling(row, request, default_seed)
-        self._pair(row, request)
+        self.hidden[row] = request.leader is not None
+        self.any_hidden |= request.leader is not None
         return row
 
     def release(self, request: Request) -> None:
@@ -122,11 +120,9 @@ class RequestTable:
         if row < 0 or self.requests[row] is not request:
             raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
         self.requests[row] = None
-        if self.paired:
-            if request.partner is not None and request.partner.row >= 0:
-                self.partner[request.partner.row] = ABSENT
-            self.partner[row] = -1
-            self.paired = bool((self.partner != -1).any())
+        if self.any_hidden:
+            self.hidden[row] = False
+            self.any_hidden = bool(self.hidden.any())
         self.give_up(row)
         self.num_tokens[row] = 0
         request.row = -1
@@ -185,10 +181,8 @@ class RequestTable:
         self.tree = None
         self.generation += 1
         self._free = np.flatnonzero(~held).tolist()
-        self.partner[:] = -1
-        self.paired = False
-        for row in np.flatnonzero(held).tolist():
-            self._pair(row, self.request(row))
+        self.hidden[:] = [request is not None and request.leader is not None for request in self.requests]
+        self.any_hidden = bool(self.hidden.any())
 
     def num_known(self, rows: Int) -> Int:
         """Return the number of tokens [n] of `rows` whose ids are on the host."""
@@ -224,16 +218,6 @@ class RequestTable:
         if request is None:
             raise IntegrityError(f"row {row} is free but was scheduled")
         return request
-
-    def _pair(self, row: int, request: Request) -> None:
-        self.follows[row] = request.leader is not None
-        self.partner[row] = -1
-        if request.partner is not None:
-            other = request.partner.row
-            self.partner[row] = ABSENT if other < 0 else other
-            self.paired = True
-            if other >= 0:
-                self.partner[other] = row
 
     def _write_lengths(self, row: int, request: Request) -> None:
         num_prompt, params = len(request.prompt_token_ids), request.params

@@ -22,6 +22,7 @@ from slotline.core.builder.request_services import (
     build_grammars,
     build_pipeline,
     build_plain_draws,
+    build_processors,
     limits_of,
     load_tokenizer,
 )
@@ -124,18 +125,20 @@ class EngineBuilder:
         groups = self.groups.cache_groups(specs, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         tokenizer = load_tokenizer(planned)
+        processors = build_processors(planned, rows, tokenizer)
         parts = Parts(
             planned=planned,
             model=model,
             rows=rows,
             groups=tuple(groups),
             tokenizer=tokenizer,
+            processors=tuple(processors),
             profiler=profiler,
             named={},
         )
         extensions = build_extensions(parts)
         self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
-        pipeline = build_pipeline(planned, rows, tokenizer)
+        pipeline = build_pipeline(planned, rows, processors, extensions)
         scales = self.groups.kv_scales()
         attention = self.groups.attention_groups(scales)
         cascade = self.groups.cascade(attention, groups)

@@ -12,6 +12,7 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorSlot
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import Model
 from slotline.registry.descriptor import Descriptor
@@ -27,6 +28,7 @@ class Parts:
         rows: the request table.
         groups: block tables, by cache group.
         tokenizer: of the model, None if it has none.
+        processors: the built logits processors.
         profiler: times the parts of a step.
         named: extensions that were built before, by name.
     """
@@ -36,6 +38,7 @@ class Parts:
     rows: RequestTable
     groups: tuple[CacheGroup, ...]
     tokenizer: Tokenizer | None
+    processors: tuple[ProcessorSlot, ...]
     profiler: StepProfiler
     named: Mapping[str, Any]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
@@ -43,8 +46,8 @@ def load_tokenizer(planned: Planned) -> Tokenizer | None:
     return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
 
 
-def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> ProcessorPipeline:
-    """Build the logits processors that the plan names, in their order.
+def build_processors(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> list[ProcessorSlot]:
+    """Build the logits processors that the plan names.
 
     Raises:
         PluginError: if one cannot be built.
@@ -73,8 +76,19 @@ def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | 
                 active=active,
             )
         )
+    return slots
+
+
+def build_pipeline(
+    planned: Planned, rows: RequestTable, slots: Sequence[ProcessorSlot], extensions: Extensions = NO_EXTENSIONS
+) -> ProcessorPipeline:
+    """Build the pipeline of logits processors, with the batch fields that extensions give them."""
     elsewhere = frozenset(name for one in planned.extensions for name in one.capabilities.parameters)
-    return ProcessorPipeline(slots, rows, _PROCESSED, planned.registry.built, handled_elsewhere=elsewhere)
+    givers = [one.processor_fields for one in extensions.named.values() if hasattr(one, "processor_fields")]
+    fields = {slot.name: found for slot in slots for give in givers if (found := give(slot)) is not None}
+    return ProcessorPipeline(
+        slots, rows, _PROCESSED, planned.registry.built, handled_elsewhere=elsewhere, fields=fields
+    )
 
 
 def build_plain_draws(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from attrs import define
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
-from slotline.core.batch.request import Request
+from slotline.core.batch.request import Request, leaders
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
@@ -17,7 +17,6 @@ from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduler.paired_requests import leaders
 from slotline.core.speculation.draft_runner import DraftRunner
 
 logger = logging.getLogger("slotline")
@@ -85,7 +84,7 @@ class AdmissionHooks:
 
     def _without(self, schedule: SchedulerOutput, refused: Sequence[tuple[Request, Exception]]) -> SchedulerOutput:
         """Return the step without requests that end with an error."""
-        pairs = [(one, one.partner) for one, _ in refused]
-        rows = [one.row for both in pairs for one in both if one is not None and one.row >= 0]
+        going = [other for one, _ in refused for other in (one, *self.extensions.all_linked(one))]
+        rows = [one.row for one in going if one.row >= 0]
         self.endings.fail(refused)
         return schedule.without(rows)

@@ -13,10 +13,14 @@ from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduler.admission import EngineLimits, check_capacity, check_inputs, check_request
-from slotline.core.scheduler.paired_requests import check_pair_capacity, pair, refuse_companion
+from slotline.core.scheduler.admission import (
+    EngineLimits,
+    check_capacity,
+    check_common_capacity,
+    check_inputs,
+    check_request,
+)
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.registry.contracts import Companion
 from slotline.registry.errors import RequestError
 
 
@@ -43,7 +47,7 @@ class InputProcessor:
     arrivals: int = 0
 
     def add(self, request: Request, *, stream: bool) -> None:
-        """Check a request and queue it, its companion too. The text of a `stream` is read while it runs.
+        """Check a request and queue it, with its followers. The text of a `stream` is read while it runs.
 
         Raises:
             RequestError: naming the error. Nothing is queued then.
@@ -51,20 +55,16 @@ class InputProcessor:
         check_inputs(request, self.extensions.inputs, self.limits)
         self._validate(request)
         params = request.params
-        if (companion := self.pipeline.companion(request)) is not None:
-            self._add_companion(request, companion)
         others = [other for follow in self.extensions.followers for other in follow(request)]
-        for other in others:
-            self._validate(other)
+        self._validate_followers(request, others)
         if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
         try:
-            for one in (request, request.companion, *others):
-                if one is not None:
-                    self._take_adapter(one)
-                    for enter in self.extensions.enter:
-                        enter(one)
-                    self.requests[one.request_id] = one
+            for one in (request, *others):
+                self._take_adapter(one)
+                for enter in self.extensions.enter:
+                    enter(one)
+                self.requests[one.request_id] = one
             if any(defer(request) for defer in self.extensions.defer):
                 self.arrivals += 1 + len(others)
                 return
@@ -75,7 +75,7 @@ class InputProcessor:
         except BaseException:
             self._withdraw(request)
             raise
-        self.arrivals += 1 if request.companion is None else 2
+        self.arrivals += 1 + len(others)
 
     def queue_compiled(
         self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
@@ -115,34 +115,27 @@ class InputProcessor:
         if self.grammars is not None:
             self.grammars.validate(request)
 
-    def _add_companion(self, request: Request, asked: Companion) -> None:
-        """Give a request the companion that is computed together with it."""
-        refuse_companion(
-            request,
-            asked.asked,
-            self.scheduler.rows.max_requests,
-            drafts=self.drafts,
-            chunked_prefill=self.limits.chunked_prefill,
-        )
-        companion = pair(request, asked, self.tokenizer, self.limits.max_model_len)
-        try:
-            self._validate(companion)
-        except RequestError as error:
-            raise RequestError(f"{asked.name}: {error.message}", fix=error.fix) from error
-        check_pair_capacity(request, companion, asked.name, self.scheduler.cache)
+    def _validate_followers(self, request: Request, others: Sequence[Request]) -> None:
+        """Check the requests that are computed together with one."""
+        for other in others:
+            try:
+                self._validate(other)
+            except RequestError as error:
+                raise RequestError(f"{other.role}: {error.message}", fix=error.fix) from error
+        if others:
+            check_common_capacity((request, *others), self.scheduler.cache)
 
     def _queue(self, request: Request) -> None:
-        """Queue a request, and its companion with it."""
-        self.scheduler.add(request)
-        if request.companion is not None:
-            self.scheduler.add(request.companion)
+        """Queue a request, and those that are computed with it."""
+        for one in (request, *self.extensions.all_linked(request)):
+            self.scheduler.add(one)
 
     def _withdraw(self, request: Request) -> None:
-        """Take out a request that could not be queued, and its companion."""
+        """Take out a request that could not be queued, and those that are computed with it."""
         if self.grammars is not None:
             self.grammars.compiler.forget(request)
-        for one in (request, request.companion):
-            if one is not None and self.requests.get(one.request_id) is one:
+        for one in (request, *self.extensions.all_linked(request)):
+            if self.requests.get(one.request_id) is one:
                 del self.requests[one.request_id]
                 self.scheduler.remove(one)
                 if self.adapters is not None:

@@ -10,14 +10,13 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Ended, Extensions
-from slotline.core.batch.request import Request
+from slotline.core.batch.request import Request, leaders
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduler.paired_requests import leaders
 from slotline.core.scheduler.scheduler import Scheduler
 
 Int = npt.NDArray[np.int64]
@@ -29,7 +28,7 @@ class StepResult:
     """Results that a step handed out.
 
     Attributes:
-        rows: [n] int64, rows that got a token, except those of companions, with `token_ids` [n] int32. Under
+        rows: [n] int64, rows that got a token, except hidden ones, with `token_ids` [n] int32. Under
             asynchronous scheduling they are those of the step that was started one call before.
         finished: requests that ended in this step. They no longer hold a row.
     """
@@ -126,7 +125,7 @@ class OutputProcessor:
         """Append tokens, as long as their rows have not ended, and add to `ended` the rows that do with them.
 
         Returns:
-            The rows that got a token and the tokens [n], but for those of companions.
+            The rows that got a token and the tokens [n], without hidden rows.
         """
         rows, given = self.rows, []
         for which, tokens in output.rounds():
@@ -141,8 +140,8 @@ class OutputProcessor:
                 ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
             for advance in self.extensions.advance:
                 ended |= advance(which, tokens, ended)
-            if rows.paired:
-                asked = ~rows.follows[which]
+            if rows.any_hidden:
+                asked = ~rows.hidden[which]
                 which, tokens = which[asked], tokens[asked]
             given.append((which, tokens))
         if len(given) == 1:

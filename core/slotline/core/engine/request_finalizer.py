@@ -14,7 +14,6 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduler.paired_requests import with_partners
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.attribution import BuiltPlugins
@@ -41,11 +40,11 @@ class RequestFinalizer:
     extensions: Extensions = NO_EXTENSIONS
 
     def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
-        """End requests, each with a finish reason and its cause, and their partners in pairs."""
+        """End requests, each with a finish reason and its cause, and the requests that end with them."""
         if not requests:
             return
         now = monotonic()
-        ending = with_partners(requests, reasons, causes)
+        ending = self._with_linked(requests, reasons, causes)
         for request, reason, cause in ending:
             request.finish_reason, request.stop_reason = reason, cause
             request.metrics.time_in_all = now - request.arrival_time
@@ -65,10 +64,26 @@ class RequestFinalizer:
         self.scheduler.remove_running(running)
 
     def fail(self, failed: Sequence[tuple[Request, BaseException]]) -> None:
-        """End requests with finish reason `error`, unless they ended with the other one of their pair."""
+        """End requests with finish reason `error`, unless they ended with another that failed."""
         for request, error in failed:
             if not request.finished:
                 self.finish([request], ["error"], [self.plugins.described(error)])
+
+    def _with_linked(
+        self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]
+    ) -> list[tuple[Request, str, str | int | None]]:
+        """Return requests that end, each with reason and cause, and the requests that must end with them."""
+        ending = list(zip(requests, reasons, causes, strict=True))
+        if not self.extensions.linked:
+            return ending
+        known = set(map(id, requests))
+        for request, reason, cause in tuple(ending):
+            for other in self.extensions.all_linked(request):
+                if id(other) not in known:
+                    ending.append((other, reason, cause))
+                    known.add(id(other))
+        ending.sort(key=lambda one: one[0].leader is not None)  # one without its leader can be told
+        return ending
 
     def _release(self, request: Request) -> None:
         """Have plugins forget a request, and keep the tokens that its row holds."""

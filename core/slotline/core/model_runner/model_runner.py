@@ -32,7 +32,6 @@ from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
-from slotline.core.sampling.paired_logits import pairs_of
 from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.sampler import sample_checked
 from slotline.core.sampling.structured_output import StructuredOutputs
@@ -190,12 +189,10 @@ class ModelRunner:
             states, logits = self._wanted(launched)
         batch = inputs.sampling
         with scope("process"):
-            pairs = pairs_of(self.rows, batch.rows, logits.device)
             processed = self.pipeline.apply(
                 logits,
                 batch.rows,
                 inputs.draft_nodes,
-                companions=None if pairs is None else pairs.companions,
                 all_greedy=batch.all_greedy,
             )
         if self.grammars is not None:
@@ -214,8 +211,6 @@ class ModelRunner:
             tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
             for revise in self.extensions.revise_tokens:
                 tokens = revise(tokens, drawn.final, inputs)
-            if pairs is not None:
-                tokens = pairs.follow(tokens)
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
@@ -364,7 +359,7 @@ class ModelRunner:
         """Return the fast sampler if a step needs nothing but plain draws, else None."""
         if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
             return None
-        if whole or self.count_nans or self.rows.paired or self.extensions.process_logits:
+        if whole or self.count_nans or self.extensions.process_logits:
             return None
         batch = inputs.sampling
         if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,6 @@ from slotline.core.sampling.nan_logits import NAN_LOGITS
 from slotline.kernels.triton_support import has_triton
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import (
-    Companion,
     LogitsBatch,
     LogitsProcessor,
     LogitsProcessorCapabilities,
@@ -123,11 +124,37 @@ class LogitsRows:
 
     rows: Int
     draft_nodes: Int | None
-    companions: Int
+
+
+class BatchFields(Protocol):
+    """Further fields of the batches of some processors, which an extension gives."""
+
+    def has(self, rows: Int, which: Int) -> npt.NDArray[np.bool_]:
+        """Return which of the places `which` [m] among a step's `rows` [n] have these fields."""
+        ...
+
+    def of(self, raw: torch.Tensor, rows: Int, which: Int) -> Mapping[str, Any]:
+        """Return the fields of `LogitsBatch` for the places `which` [m], by name.
+
+        Args:
+            raw: [n, vocab_size] float32, the step's logits before any processor.
+            rows: [n] permanent rows.
+            which: [m] places among them.
+        """
+        ...
 
 
 class ProcessorPipeline:
-    """Applies the processors to logits and keeps their state in step with the rows."""
+    """Applies the processors to logits and keeps their state in step with the rows.
+
+    Args:
+        slots: the built processors, in any order.
+        rows: the request table.
+        known_parameters: sampling parameters that only a processor can honour.
+        plugins: used to trace errors to plugins.
+        handled_elsewhere: names in `extra_args` that extensions take.
+        fields: of batches, by the name of the processor.
+    """
 
     def __init__(
         self,
@@ -137,8 +164,10 @@ class ProcessorPipeline:
         plugins: BuiltPlugins | None = None,
         *,
         handled_elsewhere: frozenset[str] = frozenset(),
+        fields: Mapping[str, BatchFields] = MappingProxyType({}),
     ) -> None:
         self._plugins = BuiltPlugins() if plugins is None else plugins
+        self._fields = dict(fields)
         ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
         self.slots = tuple(slot for slot in ordered if not slot.capabilities.floors)
         self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
@@ -168,28 +197,8 @@ class ProcessorPipeline:
                     fix="name one that takes it under [logits_processors], see `slotline plugins`",
                 )
         for slot in (*self.slots, *self._floors):
-            with _checking(slot):
+            with checking(slot):
                 slot.processor.validate(params)
-
-    def companion(self, request: Request) -> Companion | None:
-        """Return the companion that is computed together with a validated request.
-
-        Raises:
-            RequestError: if two processors ask for a companion.
-            PluginError: if a processor fails in another way.
-        """
-        found: list[Companion] = []
-        for slot in self.slots:
-            if slot.capabilities.companions:
-                with _checking(slot):
-                    companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
-                found += [] if companion is None else [companion]
-        if len(found) > 1:
-            raise RequestError(
-                f"{' and '.join(one.asked for one in found)} need a companion each, and a request has one at most",
-                fix="leave out all but one of them",
-            )
-        return found[0] if found else None
 
     def admit(self, request: Request) -> None:
         """Tell the processors that a request took its row.
@@ -226,7 +235,6 @@ class ProcessorPipeline:
         rows: Int,
         draft_nodes: Int | None = None,
         *,
-        companions: Int | None = None,
         all_greedy: bool,
     ) -> Processed:
         """Process the logits of a step.
@@ -238,14 +246,13 @@ class ProcessorPipeline:
             rows: [n] permanent rows.
             draft_nodes: [n], the draft of its row that each position follows, as in `ModelInputs`. None means no
                 drafts.
-            companions: [n] place of each row's companion, -1 without a companion. None means no companions at all.
             all_greedy: whether only the most likely tokens are wanted.
         """
         slots = self._working(rows, all_greedy=all_greedy)
         if not slots:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
-        step = LogitsRows(rows, draft_nodes, np.full(len(rows), -1) if companions is None else companions)
+        step = LogitsRows(rows, draft_nodes)
         try:
             result = self._run(slots, logits, step, np.arange(len(rows)))
         except Exception:  # a plugin's code may raise anything
@@ -298,8 +305,8 @@ class ProcessorPipeline:
         logits = raw.clone() if len(which) == len(raw) else raw[which]
         for slot in slots:
             wanted = slot.active[step.rows[which]]
-            if slot.capabilities.companions:
-                wanted &= step.companions[which] >= 0
+            if (further := self._fields.get(slot.name)) is not None:
+                wanted &= further.has(step.rows, which)
             if wanted.all():
                 logits = _applied(slot, logits, self._batch(slot, raw, step, which))
             elif wanted.any():
@@ -326,9 +333,8 @@ class ProcessorPipeline:
         """Build a processor's batch of the rows at the places `which` of a step's logits `raw`."""
         rows = step.rows[which]
         draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]
-        drafts, draft_positions, others = None, draft_nodes, None
-        if slot.capabilities.companions:
-            others = raw[torch.from_numpy(step.companions[which]).to(raw.device, non_blocking=True)]
+        drafts, draft_positions = None, draft_nodes
+        further = self._fields.get(slot.name)
         if draft_nodes is not None:
             tree = self._rows.tree
             index = np.arange(int(draft_nodes.max(initial=0)))
@@ -345,11 +351,12 @@ class ProcessorPipeline:
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
             draft_token_ids=drafts,
-            companion_logits=others,
+            **({} if further is None else further.of(raw, step.rows, which)),
         )
 
 
-def _checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
+def checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
+    """Turn what a processor raises while it checks a request into a typed error."""
     return typed_failures(
         f"logits processor {slot.name!r} failed to check a request",
         fix=f"change the parameters that it takes, or do without it{_brought(slot)}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import define, field
@@ -157,4 +157,20 @@ def check_capacity(request: Request, cache: KVCacheManager, max_model_len: int) 
             f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; "
             f"the pool has {usable}",
             fix="lower max_tokens, shorten the prompt, or raise cache.memory",
+        ) from CapacityError(f"{needed} blocks needed, {usable} in all")
+
+
+def check_common_capacity(requests: Sequence[Request], cache: KVCacheManager) -> None:
+    """Refuse requests that are computed together if they would not fit into the pool even without others.
+
+    Raises:
+        RequestError: with the number of blocks that they need and that there are.
+    """
+    lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
+    needed, usable = sum(cache.blocks_for_one(length, 0) for length in lengths), cache.pool.num_blocks - 1
+    if needed > usable:
+        raise RequestError(
+            f"the {' and '.join(one.role for one in requests)} need {needed} cache blocks with max_tokens="
+            f"{requests[0].params.max_tokens}; the pool has {usable}",
+            fix="lower max_tokens, shorten a prompt, or raise cache.memory",
         ) from CapacityError(f"{needed} blocks needed, {usable} in all")

@@ -49,13 +49,6 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
             raise IntegrityError(
                 f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
             )
-        partner = int(rows.partner[row])
-        if partner >= 0 and (
-            rows.partner[partner] != row
-            or rows.num_tokens[row] - rows.num_prompt_tokens[row]
-            != rows.num_tokens[partner] - rows.num_prompt_tokens[partner]
-        ):
-            raise IntegrityError(f"rows {row} and {partner} are a pair and do not have the same outputs")
     scheduler.cache.check(rows)
     if scheduler.encoder_cache is not None:
         scheduler.encoder_cache.check()

@@ -90,7 +90,7 @@ class Scheduler:
         admitted: list[Request] = []
         if self._waiting and not preempted:
             admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
-            some = np.array(more, np.int64) > 0  # before its partner runs, one of a pair may have no work
+            some = np.array(more, np.int64) > 0  # an extension may leave a request without work for now
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
@@ -143,8 +143,8 @@ class Scheduler:
             bad = max(0, metrics.num_cached_tokens - good)
             metrics.num_cached_tokens -= bad
             metrics.num_loaded_tokens = max(0, metrics.num_loaded_tokens - bad)
-            for one in (request, request.partner):
-                if one is not None and one.status is Status.RUNNING:
+            for one in (request, *self.extensions.all_linked(request)):
+                if one.status is Status.RUNNING:
                     self.running.remove(one)
                     self._queue_again(one)
 
@@ -193,23 +193,11 @@ class Scheduler:
         return self.cache.try_grow_all(rows[short], later[short], spare=spare)
 
     def _counts(self, rows: Int, most: Int | None = None) -> Int:
-        """Return the tokens of each running row in this step, see `_wanted`.
-
-        No row of a pair computes its last known token, and so samples, without the other.
-        """
+        """Return the tokens of each running row in this step, see `_wanted`, as the extensions trim them."""
         counts = self._wanted(rows, most)
-        if not self.rows.paired:
-            return counts
-        partners = self.rows.partner[rows]
-        paired = partners != -1
-        if not paired.any():
-            return counts
-        left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
-        samples = np.zeros(self.rows.max_requests, bool)
-        samples[rows] = counts >= left
-        alone = paired & ~((partners >= 0) & samples[partners])
-        capped: Int = np.where(alone, np.minimum(counts, np.maximum(left - 1, 0)), counts)
-        return capped
+        for trim in self.extensions.trim_tokens:
+            counts = trim(rows, counts)
+        return counts
 
     def _wanted(self, rows: Int, most: Int | None) -> Int:
         """Return the wanted tokens of each running row in this step.
@@ -268,11 +256,13 @@ class Scheduler:
         return evolve(schedule, encode=encode, dropped=dropped, features=features)
 
     def _preempt(self) -> list[Request]:
-        """Preempt the last running request, and the other one of its pair: their outputs are of the same length."""
+        """Preempt the last running request, and those that are linked with it."""
         victims = [self._preempt_last()]
-        partner = victims[0].partner
-        if partner is not None and partner.status is Status.RUNNING:  # it comes right before the other one
-            victims.append(self._preempt_last())
+        for other in self.extensions.all_linked(victims[0]):
+            if other.status is Status.RUNNING:
+                self.running.remove(other)
+                self._queue_again(other)
+                victims.append(other)
         return victims
 
     def _preempt_last(self) -> Request:
@@ -293,11 +283,12 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
         admitted: list[Request] = []
         counts: list[int] = []
-        aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of a pair
-        half, rows_lack = self._half_of_a_pair(), False
+        aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of those linked with them
+        half, rows_lack = self._first_waiting(), False
         while self._waiting and budget > 0:
             request = half or self._waiting.head
-            lacking = _lacking_rows(request)
+            linked = self.extensions.all_linked(request)
+            lacking = sum(one.row < 0 for one in (request, *linked))  # together, or two sets might hold some and wait
             if lacking and (rows_lack or lacking > self.rows.num_free):
                 rows_lack = True
                 if self._num_rows_waiting(len(admitted)) == 0:
@@ -328,8 +319,7 @@ class Scheduler:
             admitted.append(request)
             counts.append(count)
             budget -= count
-            partner = request.partner
-            half = partner if partner is not None and partner.status is not Status.RUNNING else None
+            half = next((one for one in linked if one.status is not Status.RUNNING), None)
         for request in aside:
             self.add(request)
         if admitted:
@@ -347,15 +337,10 @@ class Scheduler:
         if request.row < 0 and acquired and self.adapters is not None:
             self.adapters.release(request)
 
-    def _half_of_a_pair(self) -> Request | None:
-        """Return the waiting request whose partner is running, if there is one.
-
-        It goes before all others, whatever their priority: its partner can neither sample nor end without it, and holds
-        a row, blocks and an adapter's slot that those others may need.
-        """
-        paired = self._running_rows[self.rows.partner[self._running_rows] != -1]
-        partners = (self.rows.request(row).partner for row in paired.tolist())
-        return next((one for one in partners if one is not None and one.status is not Status.RUNNING), None)
+    def _first_waiting(self) -> Request | None:
+        """Return the waiting request that goes before all others, whatever their priority, if there is one."""
+        found = (first(self._running_rows) for first in self.extensions.first_waiting)
+        return next((request for request in found if request is not None), None)
 
     def _num_rows_waiting(self, num_admitted: int) -> int:
         """Count the waiting preempted requests with a row, after `num_admitted` were admitted in this step."""
@@ -365,17 +350,18 @@ class Scheduler:
         return self.adapters is None or self.adapters.acquire(request)
 
     def _try_admit(self, request: Request, budget: int) -> int | None:
-        """Return the request's tokens that fit into this step. Return None if it has to wait, and take nothing then.
-
-        A request of a pair leaves its last token to a step in which both are running.
-        """
+        """Return the request's tokens that fit into this step. Return None if it has to wait, and take nothing then."""
         known = self._known_tokens(request)
         hit, prefix = self.cache.find_prefix(request, known)
-        count = len(known) - hit - (request.partner is not None)
+        count = len(known) - hit
         if count > budget:
             if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
                 return None
             count = budget
+        for limit in self.extensions.limit_prompt:
+            if (limited := limit(request, hit, count)) is None:
+                return None
+            count = limited
         if request.features and self.encoder_cache is not None:
             whole, count = count, self.encoder_cache.reach(request, hit, count)
             if count == 0 or (count < whole and not self.chunked_prefill):
@@ -460,12 +446,3 @@ class Scheduler:
             self.encoder_cache.release(request)
         for unschedule in self.extensions.unschedule:
             unschedule(request)
-
-
-def _lacking_rows(request: Request) -> int:
-    """Return the number of rows that a request needs before it may join.
-
-    Both requests of a pair get their rows together, since otherwise each of two pairs might hold one row and wait.
-    """
-    partner = request.partner
-    return int(request.row < 0) + int(partner is not None and partner.row < 0)

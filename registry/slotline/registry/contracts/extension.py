@@ -40,7 +40,7 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ("context_shards", "microbatches")
+CARRIED: tuple[str, ...] = ("context_shards", "guidance", "microbatches")
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (
@@ -62,13 +62,16 @@ METHODS = (
 FEATURE_METHODS = (
     "prepare_request",
     "followers",
+    "linked",
     "enter",
     "leave",
     "defer",
     "collect_ready",
     "acquire",
     "give_back",
+    "first_waiting",
     "limit_prompt",
+    "trim_tokens",
     "unschedule",
     "graph_variant",
     "gather",
@@ -240,7 +243,14 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def followers(self, request: Any) -> Sequence[Any]:
-        """Return requests that are computed together with a validated one. They are checked and queued with it."""
+        """Return requests that are computed together with a validated one. They are checked and queued with it.
+
+        Their `leader` is the request, and their `role` names their prompt in messages.
+        """
+        ...
+
+    def linked(self, request: Any) -> Sequence[Any]:
+        """Return the other requests that are admitted, preempted and ended together with a request."""
         ...
 
     def enter(self, request: Any) -> None:
@@ -278,10 +288,25 @@ class FeatureExtension(StepExtension, Protocol):
         """Give back what `acquire` took. The request was not admitted after all."""
         ...
 
-    def limit_prompt(self, request: Any, computed: int, count: int) -> int:
+    def first_waiting(self, rows: npt.NDArray[np.int64]) -> Any | None:
+        """Return a waiting request that is admitted before all others, for the running `rows` [n], or None."""
+        ...
+
+    def limit_prompt(self, request: Any, computed: int, count: int) -> int | None:
         """Return the tokens of a waiting request's first step, at most `count`, after `computed` cached ones.
 
-        0 lets it wait.
+        None lets it wait. 0 admits it without any work in this step.
+        """
+        ...
+
+    def trim_tokens(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the tokens that running requests compute in a step, each at most the given number.
+
+        Called after `limit_tokens` and the step's budget.
+
+        Args:
+            rows: [n] int64, as for `limit_tokens`.
+            counts: [n] int64, tokens of each in this step.
         """
         ...
 
