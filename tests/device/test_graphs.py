@@ -292,7 +292,7 @@ def rehearsed(
         monkeypatch.setattr(capturing, "GraphCapture", lambda fix, device: PretendedCapturing())
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         plan, forward, head = runner.plan, runner.model.forward, runner.model.compute_logits
-        serve, draw = runner.router._serve, rehearsal.sample
+        serve, draw = runner.router.serve, rehearsal.sample
 
         def noted(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def noting(*given: Any, **named: Any) -> Any:
@@ -307,7 +307,7 @@ def rehearsed(
         monkeypatch.setattr(runner.model, "forward", noted("forward", forward))
         monkeypatch.setattr(runner.model, "compute_logits", noted("logits", head))
         monkeypatch.setattr(rehearsal, "sample", noted("draw", draw))
-        monkeypatch.setattr(runner.router, "_serve", noted("attention", serve))
+        monkeypatch.setattr(runner.router, "serve", noted("attention", serve))
         names = {group.name for group in runner.router.groups} if broken else set()
         steps = (made_up(lens, vocab_size=50) for lens in ([3, 5], [1], [16]))
         calls = chain((rehearsal.draws(2, 64, "cpu"),), rehearsal.forwards(runner, steps, names))

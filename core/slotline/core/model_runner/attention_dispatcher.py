@@ -86,8 +86,46 @@ class DispatchedAttention:
     """
 
     _router: AttentionDispatcher
-    _serve: Callable[..., torch.Tensor]
-    _broken: Container[int] = ()
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        written: bool = False,
+        wanted: bool = False,
+    ) -> torch.Tensor:
+        """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        router = self._router
+        if wanted:
+            return router.attend_wanted(layer, query, key, value, sinks, written)
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        router.serve(layer, query, key, value, sinks, out, written)
+        return out
+
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
+        return self._router.takes_wanted(layer)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """See `slotline.registry.contracts.model_family.StoringAttend.slots`."""
+        return self._router.slots(layer, key)
+
+
+@define(eq=False)
+class ServedAttention(DispatchedAttention):
+    """Attention callable with a function of its own, which checks outputs or breaks a capture.
+
+    Attributes:
+        serve: computes a layer's output.
+        broken: indices of layers that end a capture.
+    """
+
+    serve: Callable[..., torch.Tensor]
+    broken: Container[int] = ()
 
     def __call__(
         self,
@@ -103,18 +141,14 @@ class DispatchedAttention:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         if wanted:
             return self._router.attend_wanted(layer, query, key, value, sinks, written)
-        return self._serve(layer, query, key, value, sinks, written)
-
-    def takes_wanted(self, layer: AttentionLayer) -> bool:
-        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
-        return self._router.takes_wanted(layer)
+        return self.serve(layer, query, key, value, sinks, written)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
 
         Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
         """
-        return None if layer.index in self._broken else self._router.slots(layer, key)
+        return None if layer.index in self.broken else self._router.slots(layer, key)
 
 
 class AttentionDispatcher:
@@ -208,7 +242,7 @@ class AttentionDispatcher:
     def under(self, plans: StepPlans) -> Attend:
         """Return attention under plans that were made before. Only the plans of the last call are in force."""
         self._step = plans
-        return DispatchedAttention(self, self.attend if self.checks is None else self._attend_checked)
+        return DispatchedAttention(self) if self.checks is None else ServedAttention(self, self._attend_checked)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """Return the slots for new keys like `key` and the values of a layer, if the model may store them itself."""
@@ -221,23 +255,6 @@ class AttentionDispatcher:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
         return self._step.wanted is not None and self.groups[self._routes[layer.index][3]].last_queries
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        written: bool = False,
-    ) -> torch.Tensor:
-        """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
-
-        `written` says that the new keys and values are in the cache.
-        """
-        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-        self._serve(layer, query, key, value, sinks, out, written)
-        return out
-
     def _attend_checked(
         self,
         layer: AttentionLayer,
@@ -247,12 +264,12 @@ class AttentionDispatcher:
         sinks: torch.Tensor | None = None,
         written: bool = False,
     ) -> torch.Tensor:
-        """Compute attention as `attend`, and check the backend's output and batch.
+        """Compute the attention of one layer, and check the backend's output and batch.
 
         The output is filled with NaN before, to find elements that the backend does not write.
         """
         if self.checks is None or is_captured():
-            return self.attend(layer, query, key, value, sinks, written)
+            return DispatchedAttention(self)(layer, query, key, value, sinks, written=written)
         position = self._routes[layer.index][3]
         group = self.groups[position]
         batch = self._step.batches[group.batch]
@@ -260,7 +277,7 @@ class AttentionDispatcher:
             batch = self._step.wanted.batch(batch)
         out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
         shown = ShownBatch.of(batch)
-        returned = self._serve(layer, query, key, value, sinks, out, written)
+        returned = self.serve(layer, query, key, value, sinks, out, written)
         shown.check(group.plugin, "forward")
         self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
         return out
@@ -324,16 +341,16 @@ class AttentionDispatcher:
                 q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
 
                 def call() -> None:
-                    self._serve(layer, q, k, v, sinks, o)
+                    self.serve(layer, q, k, v, sinks, o)
 
                 cut(call)
             else:
-                self._serve(layer, query, key, value, sinks, out, written)
+                self.serve(layer, query, key, value, sinks, out, written)
             return out
 
-        return DispatchedAttention(self, attend, broken)
+        return ServedAttention(self, attend, broken)
 
-    def _serve(
+    def serve(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
@@ -343,6 +360,7 @@ class AttentionDispatcher:
         out: torch.Tensor,
         written: bool = False,
     ) -> object:
+        """Store a layer's new keys and values, unless they are `written`, and attend: into `out`."""
         write, forward, cache, position = self._routes[layer.index]
         plan = self._step.plans[position]
         if self.calculating is not None:
