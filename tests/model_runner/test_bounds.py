@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
+from slotline.core.model_runner.device_inputs import UploadedInputs
 from slotline.core.model_runner.rejected_token_correction import Bounds, subtract_rejected
 
 kernels = pytest.importorskip("slotline.backends.cuda.triton_bounds", reason="the kernel is Triton's")

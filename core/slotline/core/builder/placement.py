@@ -9,7 +9,7 @@ from slotline.core.kv_cache.allocation import block_bytes
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.kv_cache.sizing import DeviceMemory
-from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
+from slotline.core.model_runner.device_inputs import DeviceInputs
 from slotline.planner.pipeline_parallel import Stages
 from slotline.registry.contracts import Device, KVSpec
 from slotline.registry.negotiation import Plan
@@ -40,7 +40,7 @@ def later_feeds(
     hardware: Mapping[str, Device],
     *,
     on_host: bool,
-) -> list[StageInputs]:
+) -> list[DeviceInputs]:
     """Build the inputs of each stage but the first, with the transfer buffers `stagings` of these stages."""
     batches, feeds = batches_of(plan, stages), []
     for stage, staging in enumerate(stagings, start=1):
@@ -49,7 +49,7 @@ def later_feeds(
         tables = tables_for(
             [groups[index] for index in read], sizes, staging, hardware[stages.stages[stage].device], on_host=on_host
         )
-        feeds.append(StageInputs(staging, tables, read))
+        feeds.append(DeviceInputs(staging, tables, read))
     return feeds
 
 

@@ -26,7 +26,7 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
-from slotline.core.model_runner.pipeline_stage_inputs import StageInputs, UploadedInputs
+from slotline.core.model_runner.device_inputs import DeviceInputs, UploadedInputs
 from slotline.core.model_runner.rejected_token_correction import subtract_rejected, upload_bounds
 from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
 
@@ -45,7 +45,7 @@ class AttentionMetadataBuilder:
     """Builder of `ModelInputs` from `InputBatchCPU`, with the uploads to the devices.
 
     Args:
-        feeds: to each pipeline stage.
+        feeds: to each device that runs a part of the model.
         max_tokens, max_drafts: of a step, and of each request in it.
         has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
         lora_slots: slots of adapters, 0 for an engine without adapters.
@@ -58,7 +58,7 @@ class AttentionMetadataBuilder:
         rows: RequestTable,
         groups: Sequence[CacheGroup],
         kernel_block_sizes: Sequence[int],
-        feeds: Sequence[StageInputs],
+        feeds: Sequence[DeviceInputs],
         last_tokens: PlaceholderTokens | None,
         *,
         max_tokens: int,

@@ -23,7 +23,7 @@ from slotline.core.kv_cache.block_table import BlockTables
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.model_runner.attention_metadata_builder import AttentionMetadataBuilder
 from slotline.core.model_runner.decode_fast_path import DecodeFastPath
-from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
+from slotline.core.model_runner.device_inputs import DeviceInputs
 
 
 class InputPreparer:
@@ -39,7 +39,7 @@ class InputPreparer:
         max_tokens: int,
         max_drafts: int = 0,
         last_tokens: PlaceholderTokens | None = None,
-        later: Sequence[StageInputs] = (),
+        later: Sequence[DeviceInputs] = (),
         *,
         has_states: bool = False,
         lora_slots: int = 0,
@@ -64,7 +64,7 @@ class InputPreparer:
             rows,
             groups,
             kernel_block_sizes,
-            (StageInputs(staging, tables, tuple(range(len(groups)))), *later),
+            (DeviceInputs(staging, tables, tuple(range(len(groups)))), *later),
             last_tokens,
             max_tokens=max_tokens,
             max_drafts=max_drafts,

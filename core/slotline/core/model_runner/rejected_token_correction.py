@@ -17,7 +17,7 @@ from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
-from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
+from slotline.core.model_runner.device_inputs import UploadedInputs
 from slotline.registry.contracts import DeviceOps, StateBatch
 
 

@@ -1,4 +1,4 @@
-"""Inputs of each pipeline stage, and their upload to the stage's device. A single stage reads everything."""
+"""Inputs of each device that runs a part of the model, and their upload. A single device reads everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class UploadedInputs(NamedTuple):
-    """Tensors of one step on a stage's device, with `slot_mappings` by cache group of the stage.
+    """Tensors of one step on a device, with `slot_mappings` by cache group of the device.
 
     `encoder_lens` are [num_requests] int32, empty if nothing of an encoder is read. `common_prefixes` are
     [num_cache_groups] int32, of all cache groups, empty if no group has one.
@@ -33,13 +33,13 @@ class UploadedInputs(NamedTuple):
 
 
 @frozen(eq=False)
-class StageInputs:
-    """Uploads to one stage's device.
+class DeviceInputs:
+    """Uploads to one device.
 
     Attributes:
         staging: of the device.
         tables: of the cache groups that are read there.
-        cache_groups: indices of these groups. A later stage has those of its own layers, the first stage has all.
+        cache_groups: indices of these groups. A later device has those of its own layers, the first device has all.
     """
 
     staging: TransferBuffer
