@@ -139,7 +139,7 @@ def stages(llm: LLM) -> list[Stage]:
     more += [(engine.drafting if engine.overlap is None else None, "propose")]
     more += [(engine.grammars, "advance"), (engine.grammars, "draft")]
     more += [(engine.runner.states, "plan"), (engine.scheduler.cache.checkpoints, "keep")]
-    transfers = engine.scheduler.cache.transfers
+    transfers = getattr(engine.extension("kv_transfer"), "transfers", None)
     more += [(transfers, "start"), (transfers, "settle"), (getattr(transfers, "connector", None), "start")]
     return found + [(part, name) for part, name in more if part is not None]
 

@@ -11,8 +11,8 @@ import torch
 from engine_driver import random_prompts
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.kv_cache import block_copy
-from slotline.core.kv_cache.block_copy import CacheBlockCopy
+from slotline.plugins.kv_transfer import block_copy
+from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import PendingSample, StepOutput
+from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS
 from slotline.registry.errors import PluginError
 
@@ -53,6 +54,11 @@ class Extensions:
     admit: tuple[Callable[[Request], None], ...] = ()
     release: tuple[Callable[[int], None], ...] = ()
     unschedule: tuple[Callable[[Request], None], ...] = ()
+    find_blocks: tuple[Callable[[Request, int, Sequence[BlockHash]], Collection[BlockHash]], ...] = ()
+    fill_block: tuple[Callable[[CacheBlock], None], ...] = ()
+    block_evicted: tuple[Callable[[CacheBlock], None], ...] = ()
+    blocks_filled: tuple[Callable[[int, Sequence[int], Sequence[BlockHash]], None], ...] = ()
+    forget_prefixes: tuple[Callable[[], None], ...] = ()
     limit_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     before_step: tuple[Callable[[SchedulerOutput], SchedulerOutput], ...] = ()
     graph_variant: tuple[Callable[[Int], int], ...] = ()
@@ -72,6 +78,7 @@ class Extensions:
     revise_tokens: tuple[Callable[[torch.Tensor, torch.Tensor | None, ModelInputs], torch.Tensor], ...] = ()
     after_sample: tuple[Callable[[PendingSample], None], ...] = ()
     commit: tuple[Callable[[StepOutput], None], ...] = ()
+    recompute: tuple[Callable[[], Sequence[Request]], ...] = ()
     advance: tuple[Callable[[Int, Int32, Ended], Ended], ...] = ()
     after_step: tuple[Callable[[StepOutput, Int], None], ...] = ()
     restore: tuple[Callable[[Sequence[Request]], None], ...] = ()

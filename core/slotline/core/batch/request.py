@@ -52,7 +52,6 @@ class Request:
         role: name of its prompt in messages.
         row: permanent row from admission until the request leaves, else -1.
         joined: whether plugins are prepared for it. It joins once, even if it is preempted several times.
-        loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.
         inputs: further arguments of `Engine.add` by name, and what extensions keep with the request.
         block_hashes: chained hashes of its full blocks so far.
@@ -79,7 +78,6 @@ class Request:
     role: str = "prompt"
     row: int = -1
     joined: bool = False
-    loads: bool = True
     status: Status = Status.WAITING
     features: tuple[Feature, ...] = ()
     inputs: dict[str, Any] = field(factory=dict, repr=False)

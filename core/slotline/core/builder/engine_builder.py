@@ -12,10 +12,9 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.drafter import build_drafting
 from slotline.core.builder.extensions import build_extensions
 from slotline.core.builder.graphs import build_graphs
-from slotline.core.builder.kv_connector import build_transfers
 from slotline.core.builder.layer_groups import LayerGroupBuilder
 from slotline.core.builder.lora import adapter_notes, build_adapters, has_slots, load_named
-from slotline.core.builder.parts import Parts
+from slotline.core.builder.parts import CacheMemory, Parts
 from slotline.core.builder.placement import device_memory, later_feeds
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.builder.request_services import (
@@ -160,13 +159,16 @@ class EngineBuilder:
             router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
             self.groups.set_router(runner, gatherer, router)
         runner.grammars = build_grammars(planned, rows, tokenizer)
+        pool = BlockPool(memory.num_blocks)
+        there = CacheMemory(specs=specs, pages=pages, pool=pool)
+        extensions = build_extensions(evolve(parts, named=extensions.named, memory=there))
         cache = KVCacheManager(
-            BlockPool(memory.num_blocks),
+            pool,
             groups,
             prefix_caching=planned.plan.prefix_caching,
             prefix_unit=planned.plan.block_size,
             checkpoints=self.groups.checkpoints(rows, runner.states),
-            transfers=build_transfers(planned, specs, pages, memory.num_blocks),
+            extensions=extensions,
         )
         engine = Engine(
             plan=planned.plan,

@@ -18,6 +18,8 @@ from slotline.registry.loading import bind_contract
 def build_extensions(parts: Parts) -> Extensions:
     """Build each extension of the plan, those that carry its features too, and resolve their methods.
 
+    Those in `parts.named` are taken as they are. Extensions that need the caches are built once their memory is there.
+
     Raises:
         PluginError: if one cannot be built.
         ContractError: if one passes arguments to the forward pass, says nothing of captures, and does not exclude
@@ -25,8 +27,12 @@ def build_extensions(parts: Parts) -> Extensions:
     """
     registry, built = parts.planned.registry, list[tuple[str, str, Any]]()
     for descriptor in parts.planned.all_extensions:
+        if descriptor.capabilities.needs_caches and parts.memory is None:
+            continue
         there = evolve(parts, named={name: one for name, _, one in built})
-        extension = build_plugin(registry, descriptor, _context(there, descriptor), "lower scheduler.max_requests")
+        extension = parts.named.get(descriptor.name)
+        if extension is None:
+            extension = build_plugin(registry, descriptor, _context(there, descriptor), "lower scheduler.max_requests")
         label = registry.full_name(descriptor)
         captured = hasattr(extension, "capture_kwargs") or "graphs" in descriptor.capabilities.excludes
         if hasattr(extension, "forward_kwargs") and not captured:

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
+from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorSlot
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import Model
+from slotline.registry.contracts import KVSpec, Model
 from slotline.registry.descriptor import Descriptor
+
+
+@frozen(kw_only=True, eq=False)
+class CacheMemory:
+    """Memory of the caches, which exists after the profile.
+
+    Attributes:
+        specs: the spec of each cache group.
+        pages: memory of each layer that owns a cache, by its index. Empty if an extension allocates the caches.
+        pool: its blocks, `num_blocks` with the null block.
+    """
+
+    specs: Sequence[KVSpec]
+    pages: Mapping[int, torch.Tensor]
+    pool: BlockPool
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks, the null block included."""
+        return self.pool.num_blocks
 
 
 @frozen(kw_only=True, eq=False)
@@ -31,6 +53,7 @@ class Parts:
         processors: the built logits processors.
         profiler: times the parts of a step.
         named: extensions that were built before, by name.
+        memory: of the caches, once it is there.
     """
 
     planned: Planned
@@ -41,6 +64,7 @@ class Parts:
     processors: tuple[ProcessorSlot, ...]
     profiler: StepProfiler
     named: Mapping[str, Any]
+    memory: CacheMemory | None = None
 
     def build(self, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
         """Build a plugin's object from its context, see `build_plugin`."""

@@ -52,7 +52,7 @@ from slotline.core.speculation.async_spec_decode import AsyncSpecDecode, Proposa
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.kernels.triton_precompile import Kernel, log_to, waited_for
 from slotline.registry.attribution import BuiltPlugins, names_plugins
-from slotline.registry.contracts import CacheBlock, PoolingParams
+from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
@@ -76,14 +76,12 @@ class PendingStep:
             request was preempted or finished, and the row's results are discarded.
         sampling: its tokens.
         proposal: the drafts after them, if the drafter does not wait for the host.
-        loads: blocks that the KV connector loaded for it.
     """
 
     schedule: SchedulerOutput
     generations: Int
     sampling: PendingSample | PendingPooling
     proposal: Proposal | None = None
-    loads: tuple[CacheBlock, ...] = ()
 
 
 @define(kw_only=True, eq=False, slots=False)
@@ -411,11 +409,10 @@ class Engine:
         for before in self.extensions.before_step:
             schedule = before(schedule)
         generations = self.rows.generation.copy()
-        loads = self._start_transfers(schedule)
-        launched = self._launch(schedule, loads) if schedule.num_tokens else None
+        launched = self._launch(schedule) if schedule.num_tokens else None
         result = self._collect()  # of the previous step, if it is still in flight
         if launched is not None:
-            started = self._sample(launched, schedule, generations, loads)
+            started = self._sample(launched, schedule, generations)
             if self._in_flight is not None:  # a step that was run by a callback of this one
                 self._collect()
             self._in_flight = started
@@ -469,15 +466,7 @@ class Engine:
         self.endings.fail(failed)
         return [request for request, _ in failed]
 
-    def _start_transfers(self, schedule: SchedulerOutput) -> tuple[CacheBlock, ...]:
-        """Have the KV connector save and load blocks for a step's forward pass. Return the blocks to load."""
-        transfers = self.scheduler.cache.transfers
-        if transfers is None or not schedule.num_tokens:
-            return ()
-        with self.profiler.scope("transfer"):
-            return transfers.start()
-
-    def _launch(self, schedule: SchedulerOutput, loads: Sequence[CacheBlock]) -> ForwardOutput:
+    def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         """Gather a step's inputs and start its forward pass."""
         if self.drafting is not None:
             self.drafting.starting(schedule)
@@ -492,8 +481,6 @@ class Engine:
                 inputs = self.encoding.encoded(inputs, schedule, following=looks_on)
         for prepare in self.extensions.prepare_inputs:
             inputs = prepare(inputs)
-        if (transfers := self.scheduler.cache.transfers) is not None:
-            transfers.wait(loads)
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if (checkpoints := self.scheduler.cache.checkpoints) is not None:
@@ -517,9 +504,7 @@ class Engine:
             return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
 
-    def _sample(
-        self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int, loads: tuple[CacheBlock, ...]
-    ) -> PendingStep:
+    def _sample(self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int) -> PendingStep:
         """Start sampling after a forward pass. All earlier tokens are known by now."""
         inputs, overlap, proposal = launched.inputs, self.overlap, None
         if overlap is None:
@@ -541,9 +526,7 @@ class Engine:
             if not going.all():
                 rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
             self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
-        return PendingStep(
-            schedule=schedule, generations=generations, sampling=sampling, proposal=proposal, loads=loads
-        )
+        return PendingStep(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal)
 
     def _open_sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
         """Start sampling. Functions on logits may use the engine meanwhile."""
@@ -570,17 +553,14 @@ class Engine:
         if step is None:
             return StepResult()
         output = self.runner.finish(step.sampling)
-        transfers = self.scheduler.cache.transfers
-        if transfers is not None:
-            self.scheduler.recompute(transfers.settle(step.loads))
+        for spoiled in self.extensions.recompute:
+            self.scheduler.recompute(spoiled())
         with self.profiler.scope("hand_out"):
             given_up = np.flatnonzero(self.rows.generation != step.generations)
             kept = output.without(given_up)
             for commit in self.extensions.commit:
                 commit(kept)
             result = self.hand_out(step.schedule.without(given_up), kept)
-        if transfers is not None:
-            transfers.save_filled()
         self._ended += result.finished
         if self.overlap is not None:
             if step.proposal is not None:

@@ -25,7 +25,6 @@ class BlockPool:
     Attributes:
         num_blocks: number of blocks, including the null block.
         ref_count: [num_blocks] int32.
-        on_evict: called with each cached block that is about to be reused.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -33,7 +32,6 @@ class BlockPool:
             raise CapacityError(f"a pool of {num_blocks} blocks holds nothing", fix="give the cache more memory")
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.on_evict: Callable[[CacheBlock], None] | None = None
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._hash_of: dict[int, tuple[int, BlockHash]] = {}
         self._block_of: dict[tuple[int, BlockHash], int] = {}
@@ -47,8 +45,12 @@ class BlockPool:
         """Return the block of a cache group that holds the prefix with this hash, or None."""
         return self._block_of.get((group, block_hash))
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, on_evict: Sequence[Callable[[CacheBlock], None]] = ()) -> list[int]:
         """Take `count` free blocks with one reference each, and forget their cached contents.
+
+        Args:
+            count: number of blocks.
+            on_evict: functions called with each cached block among them.
 
         Raises:
             CapacityError: if fewer are free. Nothing is taken then.
@@ -59,8 +61,9 @@ class BlockPool:
         if self._hash_of:
             for block in blocks:
                 key = self._forget(block)
-                if key is not None and self.on_evict is not None:
-                    self.on_evict(CacheBlock(*key, block))
+                if key is not None:
+                    for note in on_evict:
+                        note(CacheBlock(*key, block))
         if count > FEW:
             self.ref_count[blocks] = 1
         else:

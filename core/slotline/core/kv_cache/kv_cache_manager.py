@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slotline.core.api.multimodal_inputs import hash_extra
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import NO_LIMIT, RequestTable
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from slotline.core.kv_cache.kv_transfer import Transfers
 from slotline.core.kv_cache.state_checkpoints import Checkpoints
 from slotline.registry.contracts import BlockHash, CacheBlock, KVSpec
 from slotline.registry.errors import IntegrityError
@@ -27,8 +27,8 @@ HASHED_TOGETHER = 8
 """Full blocks of hashing of a row that are hashed at a time, unless a prefix is looked up earlier. Hashing them singly
 costs several times as much.
 """
-TO_LOAD = -1
-"""Placeholder in a prefix for a block that a connector holds and the pool does not."""
+TO_FILL = -1
+"""Placeholder in a prefix for a block that the pool does not hold and an extension fills."""
 
 
 class CacheGroup:
@@ -172,7 +172,7 @@ class KVCacheManager:
         prefix_caching: find and keep cached prefixes.
         prefix_unit: tokens of a unit for a model without cache groups.
         checkpoints: checkpoints of the model's states. None if it keeps no states.
-        transfers: transfers to and from a connector. None if there is no connector.
+        extensions: methods of the step extensions, some of which fill blocks or hear of them.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class KVCacheManager:
         prefix_caching: bool,
         prefix_unit: int = 1,
         checkpoints: Checkpoints | None = None,
-        transfers: Transfers | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.pool = pool
         self.groups = tuple(groups)
@@ -191,11 +191,9 @@ class KVCacheManager:
         self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
         self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
         self.checkpoints = checkpoints
-        self.transfers = transfers
-        if transfers is not None:
-            pool.on_evict = transfers.evicted
-        # Blocks that are given back early or saved elsewhere must be findable by then.
-        at_once = transfers is not None or any(group.frees_early for group in groups)
+        self.extensions = extensions
+        # Blocks that are given back early or that an extension hears of must be findable by then.
+        at_once = bool(extensions.blocks_filled) or any(group.frees_early for group in groups)
         self._together = 1 if at_once else HASHED_TOGETHER
         num_rows = max((len(group.capacity) for group in groups), default=0)
         self._full, self._findable = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)  # pieces, by row
@@ -221,7 +219,7 @@ class KVCacheManager:
         totals = [int(counts.sum()) for counts in missing]
         if sum(totals) + spare > self.pool.num_free:
             return False
-        blocks = self.pool.allocate(sum(totals))
+        blocks = self.pool.allocate(sum(totals), self.extensions.block_evicted)
         for group, counts, total in zip(self.groups, missing, totals, strict=True):
             group.extend_all(rows, counts, blocks[:total])
             blocks = blocks[total:]
@@ -231,7 +229,7 @@ class KVCacheManager:
         """Find the longest cached prefix of `token_ids`, without the last token.
 
         Returns:
-            Its length and each group's blocks, with `TO_LOAD` for blocks that only the connector has.
+            Its length and each group's blocks, with `TO_FILL` for blocks that only an extension can fill.
         """
         if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
             return 0, [[] for _ in self.groups]
@@ -241,7 +239,7 @@ class KVCacheManager:
         while True:  # a group may read other blocks for a shorter prefix: repeat until all agree
             if self.checkpoints is not None:
                 length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
-            hits = [self._hit(group, hashes, length, loads=request.loads) for group in self.groups]
+            hits = [self._hit(request, group, hashes, length) for group in self.groups]
             agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
             if agreed == length:
                 return length, hits
@@ -278,32 +276,17 @@ class KVCacheManager:
         self.pool.reset()
         if self.checkpoints is not None:
             self.checkpoints.reset()
-        if self.transfers is not None:
-            self.transfers.reset()
+        for forget in self.extensions.forget_prefixes:
+            forget()
 
     def restore(self) -> None:
         """Take all blocks from all rows, whatever state they are in. Blocks known to be computed stay findable."""
         for group in self.groups:
             group.restore()
         self._full[:] = self._findable[:] = 0
-        if self.transfers is not None:
-            self.pool.drop(self.transfers.give_up())
         self.pool.restore()
         if self.checkpoints is not None:
             self.checkpoints.restore()
-
-    def lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
-        """Forget blocks whose load failed.
-
-        Return the rows that hold any, with the number of tokens before the first of them.
-        """
-        dropped, found = set(self.pool.drop(lost)), dict[int, int]()
-        for group in self.groups if dropped else ():
-            for row, blocks in enumerate(group.blocks):
-                index = next((i for i, block in enumerate(blocks) if block in dropped), None)
-                if index is not None:
-                    found[row] = min(found.get(row, NO_LIMIT), index * group.block_size)
-        return found
 
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int, hashes: Sequence[BlockHash] = ()) -> bool:
         """Take the cached and new blocks for `num_tokens`. Return False, with nothing taken, if the pool has too few.
@@ -312,22 +295,22 @@ class KVCacheManager:
             row: the row that gets the blocks.
             prefix: each group's cached blocks, as `find_prefix` returns them.
             num_tokens: tokens that the row must hold.
-            hashes: of the pieces of the row's tokens, as far as the prefix has blocks to load.
+            hashes: of the pieces of the row's tokens, as far as the prefix has blocks to fill.
         """
         wake = sum(1 for blocks in prefix for b in set(blocks) if b > NULL_BLOCK and self.pool.ref_count[b] == 0)
         new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
-        if wake + new + sum(blocks.count(TO_LOAD) for blocks in prefix) > self.pool.num_free:
+        if wake + new + sum(blocks.count(TO_FILL) for blocks in prefix) > self.pool.num_free:
             return False
         for blocks in prefix:
-            self.pool.share(block for block in blocks if block != TO_LOAD)
+            self.pool.share(block for block in blocks if block != TO_FILL)
         for group, blocks in zip(self.groups, prefix, strict=True):
-            group.extend(row, self._loading(group, blocks, hashes) if TO_LOAD in blocks else blocks)
+            group.extend(row, self._filling(group, blocks, hashes) if TO_FILL in blocks else blocks)
             self._full[row] = self._findable[row] = len(blocks) * group.block_size // self.hash_block_size
         return self.try_grow(row, num_tokens)
 
-    def tokens_to_load(self, prefix: list[list[int]]) -> int:
-        """Return the tokens of a prefix whose blocks the connector loads, in the group with the most of them."""
-        counts = (blocks.count(TO_LOAD) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
+    def tokens_to_fill(self, prefix: list[list[int]]) -> int:
+        """Return the tokens of a prefix whose blocks an extension fills, in the group with the most of them."""
+        counts = (blocks.count(TO_FILL) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
         return max(counts, default=0)
 
     def commit(self, rows: RequestTable, changed: Int, after: Int) -> None:
@@ -395,33 +378,32 @@ class KVCacheManager:
         if rows.num_computed_tokens[row] > group.capacity[row]:
             raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
 
-    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int, *, loads: bool) -> list[int]:
-        """Return the spec's prefix hit in the first `length` tokens, with the connector's blocks if `loads` is set."""
+    def _hit(self, request: Request, group: CacheGroup, hashes: Sequence[BlockHash], length: int) -> list[int]:
+        """Return the spec's prefix hit in the first `length` tokens, with blocks that an extension can fill."""
         step = group.block_size // self.hash_block_size
         own = hashes[step - 1 : length // self.hash_block_size : step]
         elsewhere: Collection[BlockHash] = ()
-        if self.transfers is not None and loads:
-            elsewhere = self.transfers.held(
-                group.index, [one for one in own if self.pool.lookup(group.index, one) is None]
-            )
+        for find in self.extensions.find_blocks:
+            lacking = [one for one in own if self.pool.lookup(group.index, one) is None]
+            elsewhere = find(request, group.index, lacking)
 
         def lookup(block_hash: BlockHash) -> int | None:
             found = self.pool.lookup(group.index, block_hash)
-            return TO_LOAD if found is None and block_hash in elsewhere else found
+            return TO_FILL if found is None and block_hash in elsewhere else found
 
         return group.spec.prefix_hit(own, lookup)
 
-    def _loading(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
-        """Return the `blocks` of a prefix with new blocks in place of those to load, which are findable from now on."""
-        assert self.transfers is not None
-        step, new = group.block_size // self.hash_block_size, iter(self.pool.allocate(blocks.count(TO_LOAD)))
+    def _filling(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the `blocks` of a prefix with new blocks in place of those to fill, which are findable from now on."""
+        step = group.block_size // self.hash_block_size
+        new = iter(self.pool.allocate(blocks.count(TO_FILL), self.extensions.block_evicted))
         own, given = hashes[step - 1 :: step], list(blocks)
         for index, block in enumerate(blocks):
-            if block == TO_LOAD:
+            if block == TO_FILL:
                 given[index] = next(new)
-                # Request the load before the block can be found, so that every finder can rely on it being loaded or
-                # given up.
-                self.transfers.want(CacheBlock(group.index, own[index], given[index]))
+                # Ask for it before the block can be found, so that a finder can rely on it being filled or given up.
+                for fill in self.extensions.fill_block:
+                    fill(CacheBlock(group.index, own[index], given[index]))
                 self.pool.remember(group.index, [given[index]], [own[index]])
         return given
 
@@ -461,8 +443,8 @@ class KVCacheManager:
             blocks = group.blocks[row][first // step : last // step]
             known = hashes[first // step * step + step - 1 : last : step]
             self.pool.remember(group.index, blocks, known)
-            if self.transfers is not None:
-                self.transfers.filled(group.index, blocks, known)
+            for note in self.extensions.blocks_filled:
+                note(group.index, blocks, known)
 
 
 def _root(request: Request) -> bytes:

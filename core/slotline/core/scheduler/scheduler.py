@@ -23,7 +23,6 @@ from slotline.core.kv_cache.encoder_cache import EncoderCache
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.scheduler.request_queue import RequestQueue
-from slotline.registry.contracts import CacheBlock
 
 Int = npt.NDArray[np.int64]
 EARLY = 4
@@ -135,14 +134,9 @@ class Scheduler:
             request.status = Status.WAITING if request.row < 0 else Status.PREEMPTED
             self.add(request)
 
-    def recompute(self, lost: Sequence[CacheBlock]) -> None:
-        """Recompute requests that hold a block that could not be loaded, from their last good block on."""
-        for row, good in self.cache.lost_tokens(lost).items():
-            request = self.rows.request(row)
-            request.loads, metrics = False, request.metrics
-            bad = max(0, metrics.num_cached_tokens - good)
-            metrics.num_cached_tokens -= bad
-            metrics.num_loaded_tokens = max(0, metrics.num_loaded_tokens - bad)
+    def recompute(self, requests: Sequence[Request]) -> None:
+        """Take the blocks of running requests, and of those that they are linked to, and queue them again."""
+        for request in requests:
             for one in (request, *self.extensions.all_linked(request)):
                 if one.status is Status.RUNNING:
                     self.running.remove(one)
@@ -387,7 +381,7 @@ class Scheduler:
         self.rows.find_next_feature(row)
         if request.status is Status.WAITING:
             request.metrics.num_cached_tokens = hit
-            request.metrics.num_loaded_tokens = self.cache.tokens_to_load(prefix)
+            request.metrics.num_loaded_tokens = self.cache.tokens_to_fill(prefix)
         request.status = Status.RUNNING
         return count
 

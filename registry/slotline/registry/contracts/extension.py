@@ -13,7 +13,7 @@ extension may also have the methods of `FeatureExtension`, which reach into admi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from slotline.registry.contracts.kv_connector import CacheBlock
 
 FEATURES = (
     "adapters",
@@ -40,7 +42,7 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ("context_shards", "guidance", "microbatches")
+CARRIED: tuple[str, ...] = ("context_shards", "guidance", "kv_transfer", "microbatches")
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (
@@ -73,6 +75,11 @@ FEATURE_METHODS = (
     "limit_prompt",
     "trim_tokens",
     "unschedule",
+    "find_blocks",
+    "fill_block",
+    "block_evicted",
+    "blocks_filled",
+    "forget_prefixes",
     "graph_variant",
     "gather",
     "staging_bytes",
@@ -84,6 +91,7 @@ FEATURE_METHODS = (
     "leaves_logits",
     "process",
     "revise_tokens",
+    "recompute",
     "advance",
     "after_step",
     "restore",
@@ -105,6 +113,8 @@ class ExtensionCapabilities:
         requires: names of features without which it cannot work, out of `FEATURES` or provided by another extension.
         excludes: names of features beside which it cannot work.
         order: extensions run in ascending order. Ties are ordered by name.
+        needs_caches: whether it is built only after the caches, with `parts.memory`. It then takes no part in the steps
+            before the first request, nor in the forward pass.
     """
 
     devices: Set[str] = Set(None)
@@ -114,6 +124,7 @@ class ExtensionCapabilities:
     requires: tuple[str, ...] = ()
     excludes: tuple[str, ...] = field(default=())
     order: int = 100
+    needs_caches: bool = False
 
     @excludes.validator
     def _not_both(self, _attribute: object, value: tuple[str, ...]) -> None:
@@ -314,6 +325,34 @@ class FeatureExtension(StepExtension, Protocol):
         """Forget what was taken for a request's steps. It lost its blocks, by preemption or since it ended."""
         ...
 
+    def find_blocks(self, request: Any, group: int, hashes: Sequence[bytes]) -> Collection[bytes]:
+        """Return those of `hashes` whose block the pool does not hold and the extension can fill.
+
+        Called while a request's cached prefix is looked up.
+
+        Args:
+            request: the request, with a row if it had one before.
+            group: index of the cache group.
+            hashes: of prefixes that end with a block of the group.
+        """
+        ...
+
+    def fill_block(self, block: CacheBlock) -> None:
+        """Fill a new block of the pool before the next forward pass. `find_blocks` named its hash."""
+        ...
+
+    def block_evicted(self, block: CacheBlock) -> None:
+        """Note that the pool is about to reuse a cached block. The next forward pass may overwrite it."""
+        ...
+
+    def blocks_filled(self, group: int, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Note blocks of a cache group that became full, with the hashes by which they are found from now on."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes."""
+        ...
+
     def graph_variant(self, rows: npt.NDArray[np.int64]) -> int:
         """Return the variant of captured graphs that a step of `rows` [n] needs. 0 is the plain one.
 
@@ -379,6 +418,13 @@ class FeatureExtension(StepExtension, Protocol):
             tokens: [num_logits] int64.
             final: [num_logits, vocab_size] float32, the logits that they were drawn from, if they were kept.
             inputs: `ModelInputs` of the step.
+        """
+        ...
+
+    def recompute(self) -> Sequence[Any]:
+        """Return running requests that must be computed again, once a step's device work is done.
+
+        Called before the results of the step are used. These requests lose theirs, as if they had been preempted.
         """
         ...
 

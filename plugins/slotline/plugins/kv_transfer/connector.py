@@ -1,33 +1,34 @@
-"""From the plan's KV connector to the transfers of an engine."""
+"""Construction of the KV connector of a plan, with the caches that it copies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from slotline.core.builder.plugin_construction import build_plugin
+from slotline.core.builder.parts import CacheMemory, Parts
 from slotline.core.kv_cache.allocation import bind_caches
-from slotline.core.kv_cache.block_copy import CacheBlockCopy
-from slotline.core.kv_cache.kv_transfer import Transfers
-from slotline.planner.plan import Planned
-from slotline.registry.contracts import ConnectorGroup, KVConnectorContext, KVSpec
+from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
+from slotline.plugins.kv_transfer.transfers import Transfers
+from slotline.registry.contracts import ConnectorGroup, KVConnectorContext
+from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
 
 
-def build_transfers(
-    planned: Planned, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
-) -> Transfers | None:
-    """Build the connector and register the caches with it. Return None if the configuration names none.
+def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemory) -> Transfers:
+    """Build a connector and register the caches with it.
 
     Args:
-        pages: memory of each layer that owns a cache, by its index.
+        parts: of the engine.
+        descriptor: of the connector.
+        memory: of the caches.
     """
-    descriptor, plan = planned.connector, planned.plan
-    if descriptor is None:
-        return None
+    planned, plan = parts.planned, parts.planned.plan
     copy = CacheBlockCopy(
-        [[_blocks(pages[layer.index], num_blocks) for layer in group.layers] for group in plan.cache_groups],
+        [
+            [_blocks(memory.pages[layer.index], memory.num_blocks) for layer in group.layers]
+            for group in plan.cache_groups
+        ],
         lambda device: planned.hardware.get(str(device), planned.hardware[planned.device]).copy_stream(),
     )
     groups = tuple(
@@ -45,14 +46,14 @@ def build_transfers(
     context = KVConnectorContext(
         contract=bind_contract(descriptor),
         groups=groups,
-        caches=bind_caches(plan, specs, pages, num_blocks),
-        num_blocks=num_blocks,
+        caches=bind_caches(plan, memory.specs, memory.pages, memory.num_blocks),
+        num_blocks=memory.num_blocks,
         copy=copy,
         device=planned.stages.stages[0].device,
         model=f"{planned.facts.path}:{plan.dtype}",
         options=planned.options(descriptor),
     )
-    connector = build_plugin(planned.registry, descriptor, context, "give it less memory in its table")
+    connector = parts.build(descriptor, context, "give it less memory in its table")
     saves_evicted = descriptor.capabilities.saves == "evicted"
     return Transfers(connector, saves_evicted, planned.registry.full_name(descriptor))
 

@@ -1,0 +1,118 @@
+"""Extension of a plan with a KV connector: the transfers of each step, and requests whose loads failed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import NO_LIMIT
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.batch.step_output import StepOutput
+from slotline.core.builder.parts import Parts
+from slotline.plugins.kv_transfer.connector import build_transfers
+from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
+
+
+class KVTransfer:
+    """Starts the transfers of each step, and has requests computed again that read a block whose load failed.
+
+    Attributes:
+        transfers: what is to be saved and loaded.
+    """
+
+    def __init__(self, context: ExtensionContext) -> None:
+        parts: Parts = context.parts
+        assert parts.planned.connector is not None
+        assert parts.memory is not None
+        self.transfers = build_transfers(parts, parts.planned.connector, parts.memory)
+        self._rows = parts.rows
+        self._groups = parts.groups
+        self._pool = parts.memory.pool
+        self._scope = parts.profiler.scope
+        self._started: tuple[CacheBlock, ...] = ()  # loads of the step that is being prepared
+        self._loads: deque[tuple[CacheBlock, ...]] = deque()  # of each launched step whose results are not used yet
+        self._without: set[int] = set()  # rows of requests that load nothing any more
+
+    def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+        """Return those of `hashes` whose block can be loaded for a request."""
+        return () if request.row in self._without else self.transfers.held(group, hashes)
+
+    def fill_block(self, block: CacheBlock) -> None:
+        """Load a block before the next forward pass."""
+        self.transfers.want(block)
+
+    def block_evicted(self, block: CacheBlock) -> None:
+        """Save a block that the pool is about to reuse, if the connector takes those."""
+        self.transfers.evicted(block)
+
+    def blocks_filled(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Save blocks that became full, if the connector takes those."""
+        self.transfers.filled(group, blocks, hashes)
+
+    def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Start the transfers of a step's forward pass."""
+        if scheduled.num_tokens:
+            with self._scope("transfer"):
+                self._started += self.transfers.start()
+        return scheduled
+
+    def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """Wait for a step's loads, just before its forward pass."""
+        self.transfers.wait(self._started)
+        return inputs
+
+    def launched(self, scheduled: SchedulerOutput) -> None:
+        """Keep the loads that a launched step reads."""
+        self._loads.append(self._started)
+        self._started = ()
+
+    def recompute(self) -> list[Request]:
+        """Return the requests that hold a block whose load failed. They go on from the last good block."""
+        lost = self.transfers.settle(self._loads.popleft())
+        return [self._without_blocks(row, good) for row, good in self._lost_tokens(lost).items()]
+
+    def after_step(self, output: StepOutput, generations: npt.NDArray[np.int64]) -> None:
+        """Save the blocks that a step filled, without waiting for another step."""
+        self.transfers.save_filled()
+
+    def release(self, row: int) -> None:
+        """Forget a row whose request has ended."""
+        self._without.discard(row)
+
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Forget all steps. Blocks that are not known to be loaded can be found no more."""
+        self._started = ()
+        self._loads.clear()
+        self._pool.drop(self.transfers.give_up())
+
+    def forget_prefixes(self) -> None:
+        """Forget all blocks, here and in the connector."""
+        self.transfers.reset()
+
+    def _lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
+        """Forget blocks whose load failed.
+
+        Return the rows that hold any, with the number of tokens before the first of them.
+        """
+        dropped, found = set(self._pool.drop(lost)), dict[int, int]()
+        for group in self._groups if dropped else ():
+            for row, blocks in enumerate(group.blocks):
+                index = next((i for i, block in enumerate(blocks) if block in dropped), None)
+                if index is not None:
+                    found[row] = min(found.get(row, NO_LIMIT), index * group.block_size)
+        return found
+
+    def _without_blocks(self, row: int, good: int) -> Request:
+        """Count only the `good` cached tokens of a row's request, which loads nothing any more. Return the request."""
+        request = self._rows.request(row)
+        self._without.add(row)
+        metrics = request.metrics
+        bad = max(0, metrics.num_cached_tokens - good)
+        metrics.num_cached_tokens -= bad
+        metrics.num_loaded_tokens = max(0, metrics.num_loaded_tokens - bad)
+        return request
