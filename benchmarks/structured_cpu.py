@@ -27,8 +27,9 @@ from command_line import at_least, positive
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.api.tokenizer import Tokenizer
-from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.core.device.cpu import CpuDevice
 from slotline.planner.plan import SMALL_MODEL
+from slotline.plugins.structured_output.bitmask import TokenBitmask
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.subject import subject_of
 
@@ -91,12 +92,12 @@ def masks(backend: Any, tokenizer: Any, requests: int, *, short: bool = False) -
     grammar = backend.compile(Constraint("json", json.dumps(PERSON if short else ORDER)))
     make = person if short else document
     texts = [tokenizer.encode(make(Random(i)), add_special_tokens=False) for i in range(requests)]
-    filling, accepting = [], []
+    filling, accepting, device = [], [], CpuDevice()
     for run in range(5):
         states = [backend.start(grammar) for _ in range(requests)]
         for place in range(min(map(len, texts)) - 1):
             start = time.perf_counter()
-            bitmask = TokenBitmask(requests, len(tokenizer), torch.device("cpu"))
+            bitmask = TokenBitmask(requests, len(tokenizer), device)
             backend.fill(states, [[]] * requests, list(range(requests)), bitmask.words)
             filled = time.perf_counter()
             for state, text in zip(states, texts, strict=True):

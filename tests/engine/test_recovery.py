@@ -61,6 +61,8 @@ def nothing_foreseen() -> Iterator[None]:
 
 CHECKERS = ("integrity.py", "output_checks.py", "engine_lock.py")
 """Files whose lines are not interrupted: what looks at a step, and the lock around it."""
+OURS = ("/core/slotline/", "/structured_output/extension.py", "/structured_output/grammar_compiler.py")
+"""Parts of the names of files whose lines are interrupted."""
 
 
 def engine(mode: str, tiny: Tiny, engines: Engines) -> LLM:
@@ -137,7 +139,7 @@ def stages(llm: LLM) -> list[Stage]:
     ]
     more: list[Stage] = [(engine.overlap, "settle"), (engine.overlap, "propose"), (engine.overlap, "place")]
     more += [(engine.drafting if engine.overlap is None else None, "propose")]
-    more += [(engine.grammars, "advance"), (engine.grammars, "draft")]
+    more += [(engine.extension("structured_output"), name) for name in ("_accept", "_force")]
     more += [(engine.runner.states, "plan"), (engine.scheduler.cache.checkpoints, "keep")]
     transfers = getattr(engine.extension("kv_transfer"), "transfers", None)
     more += [(transfers, "start"), (transfers, "settle"), (getattr(transfers, "connector", None), "start")]
@@ -202,7 +204,7 @@ def test_a_step_may_be_interrupted_at_any_line_and_no_text_changes(mode: str, ti
 
     def in_call(frame: FrameType, *_: object) -> Any:
         name = frame.f_code.co_filename
-        return in_line if "/core/slotline/" in name and not name.endswith(CHECKERS) else None
+        return in_line if any(part in name for part in OURS) and not name.endswith(CHECKERS) else None
 
     def step() -> None:
         before = sys.gettrace()

@@ -38,6 +38,6 @@ def everything_returned(llm: LLM) -> None:
         engine.encoding.reset()
         assert engine.encoding.cache.num_used == 0
     assert not np.any([slot.active for slot in engine.pipeline.slots])
-    if engine.grammars is not None:
-        assert not engine.grammars.active.any()
-        assert engine.grammars.compiler.num_waiting == 0
+    if (grammars := engine.extension("structured_output")) is not None:
+        assert not grammars.active.any()
+        assert grammars.compiler.num_waiting == 0

@@ -197,7 +197,7 @@ def test_masks_are_made_while_the_forward_pass_runs(
     llm = engine(engines, plugin)
     llm.generate(PROMPTS, params("json"))  # the plugin is built
     running, made, seen = threading.Event(), threading.Event(), []
-    forward, backend = llm.engine.runner.forward, llm.engine.grammars.compiler.backend
+    forward, backend = llm.engine.runner.forward, llm.engine.extension("structured_output").compiler.backend
     fill = backend.fill
 
     def runs(*arguments: Any, **settings: Any) -> Any:
@@ -213,7 +213,7 @@ def test_masks_are_made_while_the_forward_pass_runs(
         fill(*arguments)
         made.set()
 
-    monkeypatch.setattr("slotline.core.sampling.structured_output.WORTH_A_THREAD", 1)
+    monkeypatch.setattr("slotline.plugins.structured_output.extension.WORTH_A_THREAD", 1)
     monkeypatch.setattr(llm.engine.runner, "forward", runs)
     monkeypatch.setattr(backend, "fill", fills)
     (output,) = llm.generate(PROMPTS[:1], params("json"))
@@ -229,7 +229,7 @@ def test_a_step_that_fails_leaves_no_thread_with_its_grammars(
     llm = engine(engines, "xgrammar")
     llm.generate(PROMPTS, params("json"))  # the plugin is built
     began, filled = threading.Event(), list[bool]()
-    backend = llm.engine.grammars.compiler.backend
+    backend = llm.engine.extension("structured_output").compiler.backend
     fill = backend.fill
 
     def fills_slowly(*arguments: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_step_that_fails_leaves_no_thread_with_its_grammars(
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patched:
-        patched.setattr("slotline.core.sampling.structured_output.WORTH_A_THREAD", 1)
+        patched.setattr("slotline.plugins.structured_output.extension.WORTH_A_THREAD", 1)
         patched.setattr(llm.engine.runner, "forward", fails)
         patched.setattr(backend, "fill", fills_slowly)
         with pytest.raises(RuntimeError, match="out of luck"):
@@ -257,7 +257,7 @@ def test_masks_that_fail_in_one_thread_are_nobody_s_any_more(engines: Engines, m
     """The core asks again for each state alone, so XGrammar's other threads must be done with theirs."""
     llm = engine(engines, "xgrammar", **{"structured_output.xgrammar.mask_threads": 2})
     llm.generate(PROMPTS, params("json"))
-    backend = llm.engine.grammars.compiler.backend
+    backend = llm.engine.extension("structured_output").compiler.backend
     grammar = backend.compile(CONSTRAINTS["regex"][0].constraint)
     states, done = [backend.start(grammar) for _ in range(2)], list[bool]()
 
@@ -459,7 +459,8 @@ def test_free_text_around_structural_tags(plugin: str, engines: Engines) -> None
     wanted = StructuredOutputsParams(structural_tag=TAGS)
     outputs = llm.generate([PROMPTS[0], "x"], SamplingParams(temperature=0, structured_outputs=wanted))
     assert all(o.outputs[0].finish_reason in ("stop", "length") for o in outputs)
-    state = llm.engine.grammars.compiler.backend.start(llm.engine.grammars.compiler.backend.compile(wanted.constraint))
+    backend = llm.engine.extension("structured_output").compiler.backend
+    state = backend.start(backend.compile(wanted.constraint))
     inside = llm.tokenizer.encode_word('see <p>{"name":"a","age":1}</p> and')
     assert state.count_legal(inside) == len(inside)
     wrong = llm.tokenizer.encode_word('see <p>{"nome"')

@@ -46,7 +46,7 @@ def test_masks_wait_for_nothing_and_overlapped_steps_change_no_text(plugin: str)
     settings |= {"structured_output.backend": plugin, "observability.check_integrity": True}
     one_by_one = texts(LLM(**settings, **{"scheduler.async": False}))
     llm = LLM(**settings, **{"scheduler.async": True})
-    grammars, calls = llm.engine.grammars, 0
+    grammars, calls = llm.engine.extension("structured_output"), 0
 
     def watched(work: Callable[..., Any]) -> Callable[..., Any]:
         def called(*arguments: Any, **settings: Any) -> Any:

@@ -163,7 +163,7 @@ def test_long_expressions_that_ask_for_little_are_taken(plugin: str, expression:
 
 def test_a_grammar_that_forces_very_much_is_refused_while_it_compiles(engines: Engines) -> None:
     llm = engines(None, **{"structured_output.backend": "llguidance"})
-    backend = llm.engine.grammars.compiler.backend
+    backend = llm.engine.extension("structured_output").compiler.backend
     grammar = 'root ::= a{%d}\na ::= b{20}\nb ::= "c"{50}'
     backend.compile(StructuredOutputsParams(grammar=grammar % 10).constraint)
     with pytest.raises(RequestError, match="the same 11,000 bytes, more than 10,000"):
@@ -272,7 +272,7 @@ def test_a_plugin_that_cannot_be_built_is_an_error_with_its_cause(engines: Engin
     with pytest.raises(PluginError, match=message):
         LLM(**inline, **{"structured_output.backend": "unbuildable"})
     llm = engines(None, **inline)
-    assert llm.engine.grammars.name == "unbuildable"
+    assert llm.engine.extension("structured_output").name == "unbuildable"
     with pytest.raises(PluginError, match=message):
         llm.generate("x", choice("a"))
     assert not llm.engine.has_work
@@ -310,7 +310,7 @@ def test_none_is_honoured(engines: Engines) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_waits_for_its_grammar_and_the_others_do_not(mode: str, engines: Engines) -> None:
     llm = wayward(engines, mode)
-    gate = llm.engine.grammars.compiler.backend.gates["held"] = threading.Event()
+    gate = llm.engine.extension("structured_output").compiler.backend.gates["held"] = threading.Event()
     engine = llm.engine
     held = engine.add("held", [1, 2, 3], choice("held back", "held up"))
     other = engine.add("other", [1, 2, 3], FREE)
@@ -361,7 +361,7 @@ def test_what_llguidance_cannot_go_on_with_ends_its_request_with_its_own_words(
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engines: Engines) -> None:
     llm = wayward(engines)
-    gate = llm.engine.grammars.compiler.backend.gates["slow"] = threading.Event()
+    gate = llm.engine.extension("structured_output").compiler.backend.gates["slow"] = threading.Event()
     llm.engine.add("slow", [1, 2, 3], choice("slow one"))
     assert llm.engine.abort("slow").finish_reason == "abort"
     gate.set()
@@ -371,7 +371,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engines: Engine
 
 def test_equal_constraints_are_compiled_once_and_the_least_recent_is_forgotten(engines: Engines) -> None:
     llm = wayward(engines, **{"structured_output.cached_grammars": 2})
-    backend = llm.engine.grammars.compiler.backend
+    backend = llm.engine.extension("structured_output").compiler.backend
     for texts in (("a",), ("a",), ("b",), ("a",), ("c",), ("a",), ("b",)):
         llm.generate([[1, 2, 3]] * 2, choice(*texts))
     assert backend.compiled == backend.checked == ['["a"]', '["b"]', '["c"]', '["b"]']

@@ -74,6 +74,7 @@ class Extensions:
     wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()
     leaves_logits: tuple[Callable[[ModelInputs], bool], ...] = ()
     process: tuple[Callable[[Any, ModelInputs], Any], ...] = ()  # of `Processed`
+    restrictions: tuple[Callable[[int], Sequence[str]], ...] = ()
     process_logits: tuple[Callable[[torch.Tensor, ModelInputs], torch.Tensor], ...] = ()
     revise_tokens: tuple[Callable[[torch.Tensor, torch.Tensor | None, ModelInputs], torch.Tensor], ...] = ()
     after_sample: tuple[Callable[[PendingSample], None], ...] = ()

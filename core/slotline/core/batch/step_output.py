@@ -17,7 +17,6 @@ from slotline.core.batch.logprobs import PendingLogprobs
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import SamplingMetadata
 from slotline.core.device.transfer_buffer import Download
-from slotline.core.sampling.grammar_bitmask import GrammarBitmasks
 
 Int = npt.NDArray[np.int64]
 
@@ -33,7 +32,6 @@ class ForwardOutput:
         logits: of the same tokens, if a graph computes them.
         layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
         whole: whether hidden states of all tokens are wanted, for instance to score a prompt's tokens.
-        masks: of structured output, if they are made meanwhile.
     """
 
     inputs: ModelInputs
@@ -42,7 +40,6 @@ class ForwardOutput:
     logits: torch.Tensor | None
     layers: torch.Tensor | None
     whole: bool
-    masks: GrammarBitmasks | None = None
 
 
 @frozen(kw_only=True, eq=False)

@@ -18,7 +18,6 @@ from slotline.core.builder.parts import CacheMemory, Parts
 from slotline.core.builder.placement import device_memory, later_feeds
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.builder.request_services import (
-    build_grammars,
     build_pipeline,
     build_plain_draws,
     build_processors,
@@ -158,7 +157,6 @@ class EngineBuilder:
             checks = OutputChecks(strict=False) if config.observability.check_integrity else None
             router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
             self.groups.set_router(runner, gatherer, router)
-        runner.grammars = build_grammars(planned, rows, tokenizer)
         pool = BlockPool(memory.num_blocks)
         there = CacheMemory(specs=specs, pages=pages, pool=pool)
         extensions = build_extensions(evolve(parts, named=extensions.named, memory=there))
@@ -182,7 +180,6 @@ class EngineBuilder:
             overlap=self._overlap(rows, runner),
             pooling=runner.pooling,
             encoding=encoding,
-            grammars=runner.grammars,
             limits=limits_of(planned, tokenizer),
             sampling_defaults=planned.sampling_defaults,
             device=planned.device,

@@ -32,7 +32,10 @@ def build_extensions(parts: Parts) -> Extensions:
         there = evolve(parts, named={name: one for name, _, one in built})
         extension = parts.named.get(descriptor.name)
         if extension is None:
-            extension = build_plugin(registry, descriptor, _context(there, descriptor), "lower scheduler.max_requests")
+            optional, context = descriptor in parts.planned.carriers, _context(there, descriptor)
+            extension = build_plugin(registry, descriptor, context, "lower scheduler.max_requests", optional=optional)
+        if extension is None:
+            continue
         label = registry.full_name(descriptor)
         captured = hasattr(extension, "capture_kwargs") or "graphs" in descriptor.capabilities.excludes
         if hasattr(extension, "forward_kwargs") and not captured:

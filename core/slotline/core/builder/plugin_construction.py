@@ -28,11 +28,14 @@ def oom_as_capacity_error(what: str, fix: str) -> Iterator[None]:
         raise CapacityError(f"{what} does not fit into memory", fix=fix) from error
 
 
-def build_plugin(registry: PluginRegistry, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
+def build_plugin(
+    registry: PluginRegistry, descriptor: Descriptor[Any], context: Any, fix: str, *, optional: bool = False
+) -> Any:
     """Build a plugin's object from its context.
 
     Args:
         fix: the remedy if it takes more memory than there is.
+        optional: True if the factory may return None, which is returned then.
 
     Raises:
         PluginError: if the factory cannot be imported or raises, or the built object lacks methods of the contract. It
@@ -42,4 +45,4 @@ def build_plugin(registry: PluginRegistry, descriptor: Descriptor[Any], context:
     factory = registry.factory(descriptor)
     with registry.building(descriptor), oom_as_capacity_error(label_of(descriptor), fix):
         built = factory(context)
-    return registry.accept(descriptor, built)
+    return None if built is None and optional else registry.accept(descriptor, built)

@@ -1,4 +1,4 @@
-"""Services for requests apart from the model: tokenizer, logits processors, grammars, and limits of requests."""
+"""Services for requests apart from the model: tokenizer, logits processors, and limits of requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext, TokenSampler
+from slotline.registry.contracts import LogitsProcessorContext, TokenSampler
 from slotline.registry.loading import bind_contract
 
 _PROCESSED = frozenset(
@@ -105,32 +104,13 @@ def build_plain_draws(
     return ops.token_sampler(last_tokens.tokens, staging, most, planned.facts.vocab_size)
 
 
-def build_grammars(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
-    """Build structured output. Return None without a plugin, a tokenizer or an end-of-sequence token.
-
-    The plugin itself is built at the first request for it.
-    """
-    descriptor, facts = planned.structured_output.descriptor, planned.facts
-    if descriptor is None or tokenizer is None or not _eos_token_ids(planned):
-        return None
-    context = StructuredOutputContext(
-        contract=bind_contract(descriptor),
-        tokenizer=tokenizer.transformers,
-        vocab_size=facts.vocab_size,
-        eos_token_ids=_eos_token_ids(planned),
-        max_requests=rows.max_requests,
-        options=planned.options(descriptor),
-    )
-    return build_structured_output(planned.registry, descriptor, context, rows, planned.loaded.config.structured_output)
-
-
 def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
     """Return the limits that new requests are checked against."""
     config = planned.loaded.config
     refusal = planned.structured_output.refusal
     if refusal is None and tokenizer is None:
         refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
-    if refusal is None and not _eos_token_ids(planned):
+    if refusal is None and not any(token < planned.facts.vocab_size for token in planned.facts.eos_token_ids):
         refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
     return EngineLimits(
         max_model_len=planned.max_model_len,
@@ -140,11 +120,5 @@ def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
         chunked_prefill=planned.chunked_prefill,
         priorities=config.scheduler.policy == "priority",
         tasks=planned.facts.tasks,
-        no_structured_output=refusal,
+        absent={} if refusal is None else {"structured_outputs": lambda _: refusal},
     )
-
-
-def _eos_token_ids(planned: Planned) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens that have a logit."""
-    facts = planned.facts
-    return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)

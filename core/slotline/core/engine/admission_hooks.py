@@ -16,7 +16,6 @@ from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.speculation.draft_runner import DraftRunner
 
 logger = logging.getLogger("slotline")
@@ -31,7 +30,6 @@ class AdmissionHooks:
     profiler: StepProfiler
     pipeline: ProcessorPipeline
     encoding: EncoderRunner | None
-    grammars: StructuredOutputs | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
@@ -74,8 +72,6 @@ class AdmissionHooks:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.pipeline.admit(request)
-        if self.grammars is not None:
-            self.grammars.admit(request)
         if self.drafting is not None:
             self.drafting.admit(request)
         for admit in self.extensions.admit:

@@ -44,7 +44,6 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_output
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
@@ -128,7 +127,6 @@ class Engine:
     overlap: AsyncSpecDecode | None = None
     pooling: Pooling | None = None
     encoding: EncoderRunner | None = None
-    grammars: StructuredOutputs | None = None
     limits: EngineLimits
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
@@ -152,6 +150,7 @@ class Engine:
     endings: RequestFinalizer = field(init=False)
     recovery: Recovery = field(init=False)
     lock: EngineLock = field(factory=EngineLock, init=False)
+    _after_draft: tuple[Callable[[Int, int], None], ...] = field(init=False)
     _in_flight: PendingStep | None = field(default=None, init=False)
     _log: list[Kernel] = field(factory=list, init=False)  # of this step
     _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
@@ -165,6 +164,10 @@ class Engine:
     def _no_common_prefixes(self) -> Cascade:
         return Cascade([None] * len(self.gatherer.groups))
 
+    @_after_draft.default
+    def _drafts_revised(self) -> tuple[Callable[[Int, int], None], ...]:
+        return tuple(one.after_draft for one in self.extensions.named.values() if hasattr(one, "after_draft"))
+
     def __attrs_post_init__(self) -> None:
         stops = StopChecker(self.rows, self.eos_token_ids, self.limits.vocab_size)
         self.endings = RequestFinalizer(
@@ -173,7 +176,6 @@ class Engine:
             stops=stops,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
             plugins=self.plugins,
@@ -186,7 +188,6 @@ class Engine:
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
             encoding=self.encoding,
-            grammars=self.grammars,
             adapters=self.adapters,
             drafts=self.drafting is not None,
             extensions=self.extensions,
@@ -197,7 +198,6 @@ class Engine:
             profiler=self.profiler,
             pipeline=self.pipeline,
             encoding=self.encoding,
-            grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
             extensions=self.extensions,
@@ -207,7 +207,6 @@ class Engine:
             scheduler=self.scheduler,
             stops=stops,
             endings=self.endings,
-            grammars=self.grammars,
             overlapped=self.overlap is not None,
             extensions=self.extensions,
         )
@@ -220,7 +219,6 @@ class Engine:
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
             encoding=self.encoding,
-            grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
             extensions=self.extensions,
@@ -402,7 +400,7 @@ class Engine:
         """Schedule, launch and hand out, see `step`."""
         self._closed = True
         with self.profiler.scope("schedule"):
-            unfit = self._queue_compiled()
+            unfit = self._queue_ready() if self.extensions.collect_ready else []
             schedule = self.scheduler.schedule()
         schedule, refused = self.joining.prepare(schedule)
         self._ended += unfit + refused
@@ -443,27 +441,17 @@ class Engine:
         """Return the extension of a name, None if this engine has none."""
         return self.extensions.named.get(name)
 
-    def _queue_compiled(self) -> list[Request]:
-        """Queue the requests whose grammar has been compiled. Those with an invalid grammar end with an error."""
-        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
-        if self.extensions.collect_ready:
-            return self._queue_ready(idle=idle)
-        if self.grammars is None:
-            return []
-        failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
-        for request, error in failed:
-            logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
-        self.endings.fail(failed)
-        return [request for request, _ in failed]
-
-    def _queue_ready(self, *, idle: bool) -> list[Request]:
+    def _queue_ready(self) -> list[Request]:
         """Queue the deferred requests that are ready. Return those that ended with an error."""
+        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
         failed: list[tuple[Request, BaseException]] = []
         for collect in self.extensions.collect_ready:
             ready, errors = collect(idle=idle, gives_way=lambda: bool(self.lock.line))
-            self.intake.queue_ready(ready)
+            if ready:
+                self.intake.queue_ready(ready)
             failed += errors
-        self.endings.fail(failed)
+        if failed:
+            self.endings.fail(failed)
         return [request for request, _ in failed]
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
@@ -584,5 +572,5 @@ class Engine:
         if output.computed is not None:
             drafting.observe(output.computed)
         drafting.propose(rows[going], hidden)
-        if self.grammars is not None:
-            self.grammars.draft(rows[going], drafting.num_tokens)
+        for revise in self._after_draft:
+            revise(rows[going], drafting.num_tokens)

@@ -1,8 +1,8 @@
-"""Requests coming in: checked before they take anything, then queued, or kept until their grammar is compiled."""
+"""Requests coming in: checked before they take anything, then queued, or kept until an extension is ready for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from attrs import define
 
@@ -12,7 +12,6 @@ from slotline.core.batch.request import Request
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.admission import (
     EngineLimits,
     check_capacity,
@@ -40,7 +39,6 @@ class InputProcessor:
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
     encoding: EncoderRunner | None
-    grammars: StructuredOutputs | None
     adapters: AdapterManager | None
     drafts: bool
     extensions: Extensions = NO_EXTENSIONS
@@ -65,33 +63,12 @@ class InputProcessor:
                 for enter in self.extensions.enter:
                     enter(one)
                 self.requests[one.request_id] = one
-            if any(defer(request) for defer in self.extensions.defer):
-                self.arrivals += 1 + len(others)
-                return
-            if params.structured_outputs is not None and self.grammars is not None:
-                self.grammars.compiler.submit(request, params.structured_outputs.constraint)
-            else:
+            if not any(defer(request) for defer in self.extensions.defer):
                 self._queue(request)
         except BaseException:
             self._withdraw(request)
             raise
         self.arrivals += 1 + len(others)
-
-    def queue_compiled(
-        self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
-    ) -> list[tuple[Request, BaseException]]:
-        """Queue the requests whose grammar has been compiled. Return those whose grammar cannot be, with the errors.
-
-        Args:
-            waits: whether there is nothing else to do before a grammar is compiled.
-            gives_way: returns whether another thread has work by now.
-        """
-        if self.grammars is None or not self.grammars.compiler.num_waiting:
-            return []
-        ready, failed = self.grammars.compiler.collect(idle=waits, gives_way=gives_way)
-        for request in ready:
-            self._queue(request)
-        return failed
 
     def queue_ready(self, requests: Sequence[Request]) -> None:
         """Queue requests that an extension had deferred."""
@@ -112,8 +89,6 @@ class InputProcessor:
         self.pipeline.validate(request)
         for validate in self.extensions.validate:
             validate(request)
-        if self.grammars is not None:
-            self.grammars.validate(request)
 
     def _validate_followers(self, request: Request, others: Sequence[Request]) -> None:
         """Check the requests that are computed together with one."""
@@ -132,8 +107,6 @@ class InputProcessor:
 
     def _withdraw(self, request: Request) -> None:
         """Take out a request that could not be queued, and those that are computed with it."""
-        if self.grammars is not None:
-            self.grammars.compiler.forget(request)
         for one in (request, *self.extensions.all_linked(request)):
             if self.requests.get(one.request_id) is one:
                 del self.requests[one.request_id]

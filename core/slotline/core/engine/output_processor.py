@@ -16,7 +16,6 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.scheduler import Scheduler
 
 Int = npt.NDArray[np.int64]
@@ -52,7 +51,6 @@ class OutputProcessor:
     scheduler: Scheduler
     stops: StopChecker
     endings: RequestFinalizer
-    grammars: StructuredOutputs | None
     overlapped: bool
     extensions: Extensions = NO_EXTENSIONS
     num_known: Int | None = field(default=None, init=False)
@@ -134,10 +132,6 @@ class OutputProcessor:
                 which, tokens = which[goes_on], tokens[goes_on]
             rows.append(which, tokens)
             ended |= self.stops.ended(which, tokens)
-            if self.grammars is not None:
-                stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
-                over = self.grammars.advance(which, tokens, stopped)
-                ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
             for advance in self.extensions.advance:
                 ended |= advance(which, tokens, ended)
             if rows.any_hidden:

@@ -22,7 +22,6 @@ from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.draft_runner import DraftRunner
 
@@ -45,7 +44,6 @@ class Recovery:
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
     encoding: EncoderRunner | None
-    grammars: StructuredOutputs | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
@@ -58,8 +56,6 @@ class Recovery:
                 request.row = -1
             if request.leader is not None and self.requests.get(request.leader.request_id) is not request.leader:
                 del self.requests[request.request_id]
-        if self.grammars is not None:
-            self.grammars.compiler.retain(self.requests)
         known = rows.num_tokens - rows.num_pending
         if self.hand_out.num_known is not None:
             known = np.minimum(known, self.hand_out.num_known)
@@ -95,17 +91,12 @@ class Recovery:
                     release(row)
                 if self.drafting is not None:
                     self.drafting.release(row)
-                if self.grammars is not None:
-                    self.grammars.clear(row)
                 self.scheduler.withdraw(request, ended=ended)
 
     def _queued(self) -> list[Request]:
-        """Return the unfinished requests, without those that wait for their grammar."""
-        compiler = None if self.grammars is None else self.grammars.compiler
+        """Return the unfinished requests, without those that extensions still defer."""
         unfinished = list(self.requests.values())
-        return [
-            request for request in unfinished if compiler is None or not compiler.is_waiting(request.leader or request)
-        ]
+        return [one for one in unfinished if not any(defer(one.leader or one) for defer in self.extensions.defer)]
 
     def _resume(self, request: Request) -> BaseException | None:
         """Restore the state that is derived from a request's tokens. Return the error if that fails."""
@@ -115,8 +106,6 @@ class Recovery:
         tokens = self.scheduler.rows.output_token_ids(request.row)
         self._take_back(request, tokens)
         try:
-            if self.grammars is not None and request.params.structured_outputs is not None:
-                self.grammars.resume(request, tokens)
             for resume in self.extensions.resume:
                 resume(request, tokens)
         except Exception as error:  # a plugin's code may raise anything

@@ -13,7 +13,6 @@ from slotline.core.batch.request import Request, Status
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.attribution import BuiltPlugins
@@ -33,7 +32,6 @@ class RequestFinalizer:
     stops: StopChecker
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    grammars: StructuredOutputs | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     plugins: BuiltPlugins
@@ -52,11 +50,9 @@ class RequestFinalizer:
             self._finish_text(request)
             if self.adapters is not None:
                 self.adapters.leave(request)
+            del self.requests[request.request_id]
             for leave in self.extensions.leave:
                 leave(request)
-            del self.requests[request.request_id]
-            if self.grammars is not None:
-                self.grammars.compiler.forget(request)
         running = [request for request, _, _ in ending if request.status is Status.RUNNING]
         for request, _, _ in ending:
             if request.status is not Status.RUNNING:
@@ -87,8 +83,6 @@ class RequestFinalizer:
 
     def _release(self, request: Request) -> None:
         """Have plugins forget a request, and keep the tokens that its row holds."""
-        if self.grammars is not None:
-            self.grammars.release(request)
         if request.row >= 0:
             request.output_token_ids = self.scheduler.rows.output_token_ids(request.row)
             self.pipeline.release(request.row)

@@ -47,14 +47,15 @@ class BeamGrammar:
     """A compiled constraint, evaluated for all beams of a round at once."""
 
     def __init__(self, engine: Engine, wanted: StructuredOutputsParams) -> None:
-        if engine.grammars is None:
-            reason, fix = engine.limits.no_structured_output or ("this engine has none", None)
+        if (absent := engine.limits.absent.get("structured_outputs")) is not None:
+            reason, fix = absent(wanted)
             raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
-        engine.grammars.check(wanted.constraint)
-        self._backend = engine.grammars.compiler.backend
+        grammars = engine.extension("structured_output")
+        grammars.check_constraint(wanted.constraint)
+        self._backend = grammars.compiler.backend
         self._vocab_size = engine.limits.vocab_size
         with typed_failures(
-            f"structured-output plugin {engine.grammars.name!r} failed on structured_outputs.{wanted.constraint.kind}",
+            f"structured-output plugin {grammars.name!r} failed on structured_outputs.{wanted.constraint.kind}",
             fix="change the constraint, or name another plugin with structured_output.backend",
         ):
             self._grammar = self._backend.compile(wanted.constraint)

@@ -34,7 +34,6 @@ from slotline.core.sampling.logits_processors import Processed, ProcessorPipelin
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.sampler import sample_checked
-from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.core.speculation.verification import reject, standing
 from slotline.registry.contracts import Model, MultimodalModel, TokenSampler
@@ -70,7 +69,6 @@ class ModelRunner:
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
         states: serves the model's state layers, where it has any.
-        grammars: says which tokens structured output lets come next, where a plugin for it is there.
         adapters: joins adapters to the model, where any may be used.
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
@@ -90,7 +88,6 @@ class ModelRunner:
         last_tokens: PlaceholderTokens | None = None,
         pooling: Pooling | None = None,
         states: StateDispatcher | None = None,
-        grammars: StructuredOutputs | None = None,
         adapters: AdapterManager | None = None,
         *,
         mark: Callable[[], None],
@@ -110,7 +107,6 @@ class ModelRunner:
         self.last_tokens = last_tokens
         self.pooling = pooling
         self.states = states
-        self.grammars = grammars
         self.adapters = adapters
         self.plain_draws = plain_draws
         self.extensions = extensions
@@ -132,19 +128,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> ForwardOutput:
         """Plan attention and start the forward pass."""
-        masks = None
-        if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
-            with self.profiler.scope("grammar"):
-                masks = self.grammars.begin(inputs, beside=True)
         whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.observing
         whole |= any(wants(inputs) for wants in self.extensions.wants_all_hidden)
         for begin in self.extensions.begin_logits:
             begin(inputs)
         attend, hidden, logits, layers = self._compute(inputs, whole=whole)
-        return ForwardOutput(
-            inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
-        )
+        return ForwardOutput(inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole)
 
     def _compute_whole(self, inputs: ModelInputs, *, whole: bool) -> ComputedPass:
         """Plan a step and run its forward pass, or replay it."""
@@ -195,11 +185,6 @@ class ModelRunner:
                 inputs.draft_nodes,
                 all_greedy=batch.all_greedy,
             )
-        if self.grammars is not None:
-            with scope("grammar"):
-                masks = launched.masks or self.grammars.begin(inputs)
-                keep_raw = inputs.scored is not None or self.count_nans
-                processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
         for process in self.extensions.process:
             processed = process(processed, inputs)
         if self.extensions.process_logits:
@@ -268,8 +253,8 @@ class ModelRunner:
         judged, spoiled = (places, rows), NONE_SPOILED  # those that fail have their NaN counted too
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
-            grammars = None if self.grammars is None else self.grammars.active
-            failed = self.pipeline.failures(rows, token_ids, errors, grammars, self.nan_cause())
+            restrictions = self.extensions.restrictions
+            failed = self.pipeline.failures(rows, token_ids, errors, restrictions, self.nan_cause())
             spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
@@ -363,8 +348,6 @@ class ModelRunner:
             return None
         batch = inputs.sampling
         if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
-            return None
-        if self.grammars is not None and self.grammars.active[batch.rows].any():
             return None
         return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
 

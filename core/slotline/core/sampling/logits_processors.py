@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -270,15 +270,15 @@ class ProcessorPipeline:
         rows: Int,
         token_ids: Int,
         errors: Sequence[str | None],
-        grammars: npt.NDArray[np.bool_] | None = None,
+        restrictions: Sequence[Callable[[int], Sequence[str]]] = (),
         nan_cause: str = "",
     ) -> dict[int, str]:
         """Return the reason, by row, for each of `rows` [n] that has a negative mark for a token.
 
         `errors` [n] are the reasons that are already known.
 
-        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is the reason to
-        give for rows whose logits are NaN before any processor.
+        Each of `restrictions` returns the names of parameters by which an extension bans tokens of a row. `nan_cause`
+        is the reason to give for rows whose logits are NaN before any processor.
         """
         found: dict[int, str] = {}
         for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
@@ -286,7 +286,7 @@ class ProcessorPipeline:
                 found[row] = error or nan_cause
             elif token < 0:
                 names = [slot.name for slot in self.slots if slot.active[row]]
-                names += ["structured_outputs"] if grammars is not None and grammars[row] else []
+                names += [name for named in restrictions for name in named(row)]
                 found[row] = error or _unusable(token, names)
         return found
 

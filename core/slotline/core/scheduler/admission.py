@@ -21,8 +21,6 @@ class EngineLimits:
         tasks: all tasks of the model.
         absent: by name of a further argument of `Engine.add` or a sampling parameter whose feature this engine lacks, a
             function that returns the reason and the remedy for a value.
-        no_structured_output: the reason why no request can have structured output, with the remedy. None if requests
-            can.
     """
 
     max_model_len: int
@@ -33,7 +31,6 @@ class EngineLimits:
     priorities: bool
     tasks: tuple[str, ...] = ("generate",)
     absent: Mapping[str, Callable[[Any], tuple[str, str]]] = field(factory=dict)
-    no_structured_output: tuple[str, str] | None = None
 
 
 MAX_SALT_BYTES = 4096
@@ -115,9 +112,10 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         raise RequestError(
             f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
         )
-    if params.structured_outputs is not None and limits.no_structured_output is not None:
-        reason, fix = limits.no_structured_output
-        raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
+    for name, told in limits.absent.items():
+        if (value := getattr(params, name, None)) is not None:
+            reason, fix = told(value)
+            raise RequestError(f"{name} cannot be had: {reason}", fix=fix)
 
 
 def check_inputs(request: Request, taken: frozenset[str], limits: EngineLimits) -> None:

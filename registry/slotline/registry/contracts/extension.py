@@ -42,7 +42,7 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ("context_shards", "guidance", "kv_transfer", "microbatches")
+CARRIED: tuple[str, ...] = ("context_shards", "guidance", "kv_transfer", "microbatches", "structured_output")
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (
@@ -90,6 +90,7 @@ FEATURE_METHODS = (
     "wants_all_hidden",
     "leaves_logits",
     "process",
+    "restrictions",
     "revise_tokens",
     "recompute",
     "advance",
@@ -273,7 +274,10 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def defer(self, request: Any) -> bool:
-        """Return True to keep an entered request until `collect_ready` hands it over, instead of queueing it now."""
+        """Return True to keep an entered request until `collect_ready` hands it over, instead of queueing it now.
+
+        This is asked again for all unfinished requests after an exception escaped from a step, before `restore`.
+        """
         ...
 
     def collect_ready(
@@ -409,6 +413,10 @@ class FeatureExtension(StepExtension, Protocol):
 
     def process(self, processed: Any, inputs: Any) -> Any:
         """Return `Processed` logits: those given, or others with their touched rows and errors."""
+        ...
+
+    def restrictions(self, row: int) -> Sequence[str]:
+        """Return the names of parameters by which `process` bans tokens of a row, for the error if none is left."""
         ...
 
     def revise_tokens(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: Any) -> torch.Tensor:

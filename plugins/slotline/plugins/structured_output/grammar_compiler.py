@@ -93,9 +93,14 @@ class GrammarCompiler:
                 self._compiled = OrderedDict((c, f) for c, f in self._compiled.items() if f is not future)
         return ready, failed
 
+    def has(self, request: Request) -> bool:
+        """Return True for a request that was submitted and is not forgotten."""
+        return request.request_id in self._ready or self.is_waiting(request)
+
     def is_waiting(self, request: Request) -> bool:
-        """Return whether a request's grammar is not compiled yet, or cannot be compiled."""
-        return request.request_id in self._waiting
+        """Return True if a request's grammar is not compiled yet, or cannot be compiled."""
+        waiting = self._waiting.get(request.request_id)
+        return waiting is not None and waiting[0] is request
 
     def grammar(self, request: Request) -> Any:
         """Return the compiled grammar of a request that `collect` returned and that has not ended."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define
 
-from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.plugins.structured_output.bitmask import TokenBitmask
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import GrammarState, StructuredOutput
+from slotline.registry.contracts.device import Device
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -39,6 +41,45 @@ class GrammarBitmasks:
     firsts: Int
     counts: Int
     filling: Future[None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        inputs: ModelInputs,
+        masked: npt.NDArray[np.bool_],
+        state_of: Callable[[int], GrammarState],
+        drafts_of: Callable[[int], list[int]],
+        vocab_size: int,
+        device: Device,
+    ) -> GrammarBitmasks:
+        """Return masks that are yet to be written, of the `masked` [num_logits] logits of a step, at least one.
+
+        Args:
+            state_of: returns the state of a row. `drafts_of` returns its drafts.
+            device: where the logits are.
+        """
+        rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
+        places = np.flatnonzero(masked)
+        bitmask = TokenBitmask(len(places), vocab_size, device)
+        bitmask.places[:] = places
+        firsts, counts = np.arange(len(places)), np.zeros(len(places), np.int64)
+        if draft_positions is not None:
+            firsts = np.flatnonzero(draft_positions[places] == 0)
+            counts = np.diff(firsts, append=len(places)) - 1
+        own = rows[places[firsts]]
+        drafts: list[list[int]] = [[]] * len(own)
+        if counts.any():
+            drafts = [drafts_of(row)[:n] if n else [] for row, n in zip(own.tolist(), counts.tolist(), strict=True)]
+        return cls(
+            bitmask=bitmask,
+            masked=masked,
+            logits_rows=rows,
+            rows=own,
+            states=[state_of(row) for row in own.tolist()],
+            drafts=drafts,
+            firsts=firsts,
+            counts=counts,
+        )
 
     def fill(self, backend: StructuredOutput) -> None:
         """Write all masks. Raises any exception of the plugin."""

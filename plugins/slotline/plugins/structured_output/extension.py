@@ -9,32 +9,27 @@ grammar advances by the tokens that are handed out and by nothing else, so preem
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from slotline.core.batch.extensions import Ended
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.sampling.bitmask import TokenBitmask
-from slotline.core.sampling.grammar_bitmask import GrammarBitmasks
-from slotline.core.sampling.grammar_compiler import GrammarCompiler
+from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed
+from slotline.plugins.structured_output.forced_drafts import drafts_of, force_drafts
+from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
+from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import GRAMMAR_STATE, misfits_of
-from slotline.registry.config import StructuredOutputConfig
-from slotline.registry.contracts import (
-    Constraint,
-    GrammarState,
-    StructuredOutputCapabilities,
-    StructuredOutputContext,
-)
-from slotline.registry.descriptor import Descriptor
-from slotline.registry.discovery import PluginRegistry
+from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputCapabilities
+from slotline.registry.contracts.device import Device
 from slotline.registry.errors import ContractError, RequestError
 from slotline.registry.loading import typed_failures
 
@@ -46,6 +41,10 @@ WORTH_A_THREAD = 2**21
 
 class StructuredOutputs:
     """The plugin's states of all rows, and the masks that steps ask for.
+
+    Args:
+        ahead: whether all earlier tokens are known when a forward pass starts.
+        count_nans: whether NaN is counted in the model's own logits after they were masked.
 
     Attributes:
         name: of the plugin, from the package `source`.
@@ -62,19 +61,28 @@ class StructuredOutputs:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
-        source: str = "",
-        plugins: BuiltPlugins | None = None,
+        device: Device,
+        profiler: StepProfiler,
+        ahead: bool,
+        count_nans: bool,
+        source: str,
+        plugins: BuiltPlugins,
     ) -> None:
         self.name = name
         self.source = source
-        self._plugins = BuiltPlugins() if plugins is None else plugins
         self.compiler = compiler
         self.active = np.zeros(rows.max_requests, bool)
+        self._plugins = plugins
         self._capabilities = capabilities
         self._rows = rows
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._states: list[GrammarState | None] = [None] * rows.max_requests
+        self._device = device
+        self._profiler = profiler
+        self._ahead = ahead
+        self._count_nans = count_nans
+        self._states: dict[int, GrammarState] = {}  # by row
+        self._begun: WeakKeyDictionary[ModelInputs, GrammarBitmasks] = WeakKeyDictionary()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slotline-masks")
         self._filling: Future[None] | None = None
 
@@ -86,9 +94,9 @@ class StructuredOutputs:
             PluginError: if the plugin fails in another way.
         """
         if request.params.structured_outputs is not None:
-            self.check(request.params.structured_outputs.constraint)
+            self.check_constraint(request.params.structured_outputs.constraint)
 
-    def check(self, constraint: Constraint) -> None:
+    def check_constraint(self, constraint: Constraint) -> None:
         """Check that the plugin takes a constraint."""
         kind = constraint.kind
         if refusal := self._capabilities.constraints.refusal(kind):
@@ -109,6 +117,31 @@ class StructuredOutputs:
     def _brought(self) -> str:
         return f"; {self.name!r} is brought by {self.source}" if self.source else ""
 
+    def defer(self, request: Request) -> bool:
+        """Have a request's grammar compiled. Return True until `collect_ready` hands the request over.
+
+        Raises:
+            RequestError: in a forked child.
+            PluginError: if the plugin cannot be built.
+        """
+        wanted = request.params.structured_outputs
+        if wanted is None:
+            return False
+        if not self.compiler.has(request):
+            self.compiler.submit(request, wanted.constraint)
+        return self.compiler.is_waiting(request)
+
+    def collect_ready(
+        self, *, idle: bool, gives_way: Callable[[], bool]
+    ) -> tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]:
+        """Return the requests whose grammar has been compiled, and those whose grammar cannot be."""
+        if not self.compiler.num_waiting:
+            return (), ()
+        ready, failed = self.compiler.collect(idle=idle, gives_way=gives_way)
+        for request, error in failed:
+            logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
+        return ready, failed
+
     def admit(self, request: Request) -> None:
         """Start the state of a request that took its row. Its grammar is compiled."""
         if request.params.structured_outputs is not None:
@@ -119,35 +152,74 @@ class StructuredOutputs:
                     f"{'; '.join(texts)}",
                     fix=f"name another in structured_output.backend{self._brought}",
                 )
-            self._states[request.row] = state
-            self.active[request.row] = True
+            self._keep(request.row, state)
 
     def resume(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Rebuild the state of a request's row as it was after the output `token_ids`.
+        """Make the state of a request's row that of the output `token_ids`.
 
         Raises:
             ContractError: if the plugin refuses these tokens, which were already handed out.
         """
+        if request.params.structured_outputs is None:
+            return
         self._settle()
         state = self.compiler.backend.start(self.compiler.grammar(request))
         if token_ids and state.accept(list(token_ids)) != len(token_ids):
             raise ContractError(f"structured-output plugin {self.name!r} refuses tokens that it has accepted before")
-        self._states[request.row] = state
-        self.active[request.row] = True
+        self._keep(request.row, state)
 
-    def clear(self, row: int) -> None:
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Forget the grammars of all but the unfinished requests."""
+        self.compiler.retain({request.request_id: request for request in requests})
+
+    def release(self, row: int) -> None:
         """Forget the state of a row, whose request has left it or begins anew."""
-        self._settle()
-        self._states[row] = None
-        self.active[row] = False
+        if row in self._states:
+            self._settle()
+            self.active[row] = False
+            del self._states[row]
 
-    def release(self, request: Request) -> None:
-        """Release a request, from its row or before it got one.
+    def leave(self, request: Request) -> None:
+        """Forget the grammar of a request that has ended."""
+        self.compiler.forget(request)
 
-        Its grammar is forgotten once the request has ended.
+    def restrictions(self, row: int) -> Sequence[str]:
+        """Return the name of the parameter that bans tokens of a row, if it has a grammar."""
+        return ("structured_outputs",) if row in self._states else ()
+
+    def begin_logits(self, inputs: ModelInputs) -> None:
+        """Begin a step's masks while its forward pass runs, if all earlier tokens are known."""
+        if not self._ahead or not self._states:
+            return
+        with self._profiler.scope("grammar"):
+            masks = self.begin(inputs, beside=True)
+        if masks is not None:
+            self._begun[inputs] = masks
+
+    def leaves_logits(self, inputs: ModelInputs) -> bool:
+        """Return True if no row of a step has a grammar."""
+        return not self._states or not self.active[inputs.sampling.rows].any()
+
+    def process(self, processed: Processed, inputs: ModelInputs) -> Processed:
+        """Return the logits with every token banned that a grammar does not allow next."""
+        if not self._states:
+            return processed
+        with self._profiler.scope("grammar"):
+            masks = self._begun.pop(inputs, None) or self.begin(inputs)
+            return self.apply(processed, masks, keep_raw=inputs.scored is not None or self._count_nans)
+
+    def advance(self, rows: Int, token_ids: npt.NDArray[np.int32], ended: Ended) -> Ended:
+        """Advance the grammars of distinct rows [n] by a token each, except rows that a stop token or text ended.
+
+        Returns:
+            Rows whose text is over: with reason `stop` if it is complete, else with the error.
         """
-        if request.params.structured_outputs is not None and request.row >= 0:
-            self.clear(request.row)
+        return self._accept(rows, token_ids, ended) if self._states else {}
+
+    def after_draft(self, rows: Int, most: int) -> None:
+        """Draft the tokens that the grammars of rows [n] force, up to `most` for each row, see `force_drafts`."""
+        if self._states:
+            self._force(rows, most)
 
     def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
         """Ask for the masks of a step's logits. Return None if none of its rows has a grammar.
@@ -156,32 +228,11 @@ class StructuredOutputs:
         there are enough of them.
         """
         self._settle()
-        rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
-        masked = self.active[rows]
-        places = np.flatnonzero(masked)
-        if not len(places):
+        masked = self.active[inputs.sampling.rows]
+        if not masked.any():
             return None
-        bitmask = TokenBitmask(len(places), self._vocab_size, inputs.logits_indices.device)
-        bitmask.places[:] = places
-        firsts, counts = np.arange(len(places)), np.zeros(len(places), np.int64)
-        if draft_positions is not None:
-            firsts = np.flatnonzero(draft_positions[places] == 0)
-            counts = np.diff(firsts, append=len(places)) - 1
-        own = rows[places[firsts]]
-        drafts: list[list[int]] = [[]] * len(own)
-        if counts.any():
-            drafts = [self._drafts(row)[:n] if n else [] for row, n in zip(own.tolist(), counts.tolist(), strict=True)]
-        masks = GrammarBitmasks(
-            bitmask=bitmask,
-            masked=masked,
-            logits_rows=rows,
-            rows=own,
-            states=[self._state(row) for row in own.tolist()],
-            drafts=drafts,
-            firsts=firsts,
-            counts=counts,
-        )
-        if beside and len(places) * self._vocab_size >= WORTH_A_THREAD:
+        masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device)
+        if beside and len(masks.bitmask.places) * self._vocab_size >= WORTH_A_THREAD:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 
@@ -203,56 +254,28 @@ class StructuredOutputs:
         logits = masks.bitmask.apply(processed.logits, in_place=processed.logits is not processed.raw or not keep_raw)
         return evolve(processed, logits=logits, touched=touched, errors=errors)
 
-    def advance(self, rows: Int, token_ids: npt.NDArray[np.int32], stopped: Sequence[int]) -> dict[int, str | None]:
-        """Advance the grammars of distinct rows [n] by a token each, except rows that a stop token or text `stopped`.
-
-        Returns:
-            Rows whose text is over: None if it is complete, else the error.
-        """
-        over: dict[int, str | None] = {}
+    def _accept(self, rows: Int, token_ids: npt.NDArray[np.int32], ended: Ended) -> Ended:
+        over: Ended = {}
         bound = self.active[rows]
         for row, token in zip(rows[bound].tolist(), token_ids[bound].tolist(), strict=True):
-            if row in stopped:
+            if ended.get(row, ("", None))[0] == "stop":
                 continue
             try:
                 state = self._state(row)
                 if state.accept([token]) == 0:
                     raise ContractError(f"structured-output plugin {self.name!r} let token {token} pass its mask")
                 if state.finished:
-                    over[row] = None
+                    over[row] = ("stop", None)
             except Exception as error:  # a plugin's code may raise anything
-                over[row] = self._plugins.described(error)
+                over[row] = ("error", self._plugins.described(error))
         return over
 
-    def draft(self, rows: Int, most: int) -> None:
-        """Draft the tokens that the grammars of rows [n] force, up to `most` for each row.
+    def _force(self, rows: Int, most: int) -> None:
+        force_drafts(self._rows, self._states, rows, most, self.name)
 
-        If a grammar forces nothing, cut the row's existing drafts from the first banned one on, which cannot be
-        accepted.
-
-        Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
-
-        None of these drafts is verified by rejection sampling. The cut depends on the drawn drafts, so the remaining
-        drafts do not follow the distribution that the drafter names, and the text would lean towards them.
-        """
-        self._rows.draft_entry[rows[self.active[rows]]] = -1
-        most = most if (tree := self._rows.tree) is None else min(most, tree.num_chained)
-        room = np.minimum(self._rows.length_limit[rows] - self._rows.num_tokens[rows] - 1, most)
-        for row, longest in zip(rows.tolist(), room.tolist(), strict=True):
-            if not self.active[row] or longest <= 0:
-                continue
-            state = self._state(row)
-            self._rows.num_drafts[row] = min(int(self._rows.num_drafts[row]), longest)
-            try:
-                forced = list(state.forced())[:longest]
-                if forced:
-                    count = state.count_legal(forced)
-                    self._rows.draft(np.array([row]), np.array([forced]), np.array([count]), forced=True)
-                elif self._rows.num_drafts[row]:
-                    self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
-            except Exception:  # a plugin's code may raise anything, and a mask that fails ends the request
-                logger.exception("structured-output plugin %r failed on drafts", self.name)
-                self._rows.num_drafts[row] = 0
+    def _keep(self, row: int, state: GrammarState) -> None:
+        self._states[row] = state
+        self.active[row] = True
 
     def _settle(self) -> None:
         """Wait for the masks of a step whose forward pass failed, since states may have only one user."""
@@ -261,43 +284,10 @@ class StructuredOutputs:
             self._filling = None
 
     def _drafts(self, row: int) -> list[int]:
-        known = int(self._rows.num_tokens[row])
-        drafts: list[int] = self._rows.token_ids[row, known : known + self._rows.num_drafts[row]].tolist()
-        return drafts
+        return drafts_of(self._rows, row)
 
     def _state(self, row: int) -> GrammarState:
-        state = self._states[row]
+        state = self._states.get(row)
         if state is None:
             raise ContractError(f"row {row} has no grammar", fix="report it: this is a bug in slotline")
         return state
-
-
-def build_structured_output(
-    registry: PluginRegistry,
-    descriptor: Descriptor[StructuredOutputCapabilities],
-    context: StructuredOutputContext,
-    rows: RequestTable,
-    config: StructuredOutputConfig,
-) -> StructuredOutputs:
-    """Build structured output with a plugin.
-
-    The plugin is built now if the configuration names it, else when it is first needed.
-
-    Raises:
-        PluginError: if a named plugin cannot be built.
-    """
-    compiler = GrammarCompiler(
-        partial(registry.build, descriptor, context), threads=config.compile_threads, capacity=config.cached_grammars
-    )
-    if config.backend != "auto":
-        compiler.build()
-    return StructuredOutputs(
-        descriptor.name,
-        descriptor.capabilities,
-        compiler,
-        rows,
-        vocab_size=context.vocab_size,
-        eos_token_ids=context.eos_token_ids,
-        source=registry.source(descriptor),
-        plugins=registry.built,
-    )

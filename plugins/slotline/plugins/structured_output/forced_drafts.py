@@ -1,0 +1,60 @@
+"""Drafts of tokens that grammars force, and of those that they leave of a drafter's proposals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.batch.request_table import RequestTable
+from slotline.registry.contracts import GrammarState
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+
+def drafts_of(table: RequestTable, row: int) -> list[int]:
+    """Return the drafts of a row."""
+    known = int(table.num_tokens[row])
+    drafts: list[int] = table.token_ids[row, known : known + table.num_drafts[row]].tolist()
+    return drafts
+
+
+def force_drafts(table: RequestTable, states: Mapping[int, GrammarState], rows: Int, most: int, name: str) -> None:
+    """Draft the tokens that the grammars of rows [n] force, up to `most` for each row.
+
+    If a grammar forces nothing, cut the row's existing drafts from the first banned one on, which cannot be accepted.
+
+    Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
+
+    None of these drafts is verified by rejection sampling. The cut depends on the drawn drafts, so the remaining drafts
+    do not follow the distribution that the drafter names, and the text would lean towards them.
+
+    Args:
+        states: by row, of rows with a grammar.
+        name: of the plugin, for the log.
+    """
+    bound = [row for row in rows.tolist() if row in states]
+    table.draft_entry[bound] = -1
+    most = most if (tree := table.tree) is None else min(most, tree.num_chained)
+    for row in bound:
+        longest = min(int(table.length_limit[row] - table.num_tokens[row]) - 1, most)
+        if longest <= 0:
+            continue
+        table.num_drafts[row] = min(int(table.num_drafts[row]), longest)
+        try:
+            _force(table, states[row], row, longest)
+        except Exception:  # a plugin's code may raise anything, and a mask that fails ends the request
+            logger.exception("structured-output plugin %r failed on drafts", name)
+            table.num_drafts[row] = 0
+
+
+def _force(table: RequestTable, state: GrammarState, row: int, longest: int) -> None:
+    forced = list(state.forced())[:longest]
+    if forced:
+        count = state.count_legal(forced)
+        table.draft(np.array([row]), np.array([forced]), np.array([count]), forced=True)
+    elif table.num_drafts[row]:
+        table.num_drafts[row] = state.count_legal(drafts_of(table, row))
