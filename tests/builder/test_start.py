@@ -20,10 +20,10 @@ from slotline.core.builder import engine_builder as build
 from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.builder.warmup import Warmup
 from slotline.core.device import copy_buffer
-from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.planner.plan import make_plan
+from slotline.plugins.multimodal.encoder_runner import EncoderRunner
 from slotline.registry.config import load_config
 from slotline.registry.contracts import Draft
 from slotline.registry.errors import PluginError
@@ -51,7 +51,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     )
     record(build, "warm_up", lambda *args: args)
     record(DraftRunner, "rehearse", lambda _, states: states is not None)
-    record(EncoderRunner, "profile", lambda _: None)
+    record(EncoderRunner, "profile", lambda *_: None)
     record(Warmup, "warm_up", lambda _: None)
     return seen
 
@@ -102,18 +102,18 @@ def test_the_profile_of_a_gpu_encodes_as_much_as_a_step_may_beside_a_full_cache_
     builder = EngineBuilder(make_plan(load_config(values={**settings, **sizes})))
     engine = builder.build()
     assert [name for name, _ in start[:2]] == ["run", "warm_up"], "on a CPU memory is not measured so"
-    first, encoding = Warmup(builder.planned, engine.gatherer, engine.runner), engine.encoding
+    first, encoding = Warmup(builder.planned, engine.gatherer, engine.runner), engine.extension("multimodal")
     assert encoding is not None
     encoded: list[int] = []
-    original = encoding.model.encode
+    original = encoding.encoder.model.encode
 
     def encode(modality: str, items: list[Any]) -> Any:
         encoded.append(len(items))
         return original(modality, items)
 
-    monkeypatch.setattr(encoding.model, "encode", encode)
+    monkeypatch.setattr(encoding.encoder.model, "encode", encode)
     start.clear()
-    builder._profile(first, encoding, 48, overlaps=True)
+    builder._profile(first, engine.extensions, 48, overlaps=True)
     assert [name for name, _ in start] == ["profile", "run", "warm_up"]
     assert start[-1][1][0] == 3, "the sampler draws for all requests"
     assert encoded == [max(1, encoding.cache.max_tokens_per_step // 9)]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
-from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
+from engine_driver import GREEDY, mixes_decode_and_prefill, recorded, recorded_items
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
 from slotline.core import LLM, SamplingParams
@@ -87,9 +86,7 @@ def test_keys_are_stored_once_and_read_in_every_step(whisper: Path, engines: Eng
     assert sum(begun) == len(PROMPTS)
     assert 0 in begun
     assert [len(each.batches[1].slot_mapping) for each in inputs] == [NUM_STATES * count for count in begun]
-    assert [0 if each.encoder_states is None else len(each.encoder_states) for each in inputs] == [
-        NUM_STATES * count for count in begun
-    ]
+    assert [len(states_of(each)) for each in inputs] == [NUM_STATES * count for count in begun]
     for each in inputs:
         own, cross = each.batches
         assert (own.causal, cross.causal) == (True, False)
@@ -112,21 +109,23 @@ def test_blocks_for_the_encoder_are_taken_at_once_and_kept(whisper: Path, engine
     assert not any(cross.blocks)
 
 
+def states_of(inputs: ModelInputs) -> list[torch.Tensor]:
+    """The encoder's states that a step stores keys of."""
+    found = inputs.extras["multimodal"]
+    return [] if found is None or found.states is None else list(found.states)
+
+
 def _features(llm: LLM, seed: int) -> dict[str, Any]:
-    assert llm.engine.encoding is not None
-    return {"features": llm.engine.encoding.reader.read([1, 2], {"audio": recording(seed)})[1]}
+    return {"features": llm.engine.extension("multimodal").reader.read([1, 2], {"audio": recording(seed)})[1]}
 
 
 def test_a_made_up_step_in_which_all_begin_stores_nothing(whisper: Path, engines: Engines) -> None:
     llm = engines(whisper)
     generate(llm)
-    runner, encoding = llm.engine.runner, llm.engine.encoding
-    assert encoding is not None
+    runner = llm.engine.runner
     before = [cache.key.clone() for cache in runner.router.caches()]
     inputs = llm.engine.gatherer.dummy([3, 1, 1], beginning=True)
-    inputs = evolve(inputs, encoder_states=encoding.made_up_states(3))
-    assert inputs.encoder_states is not None
-    assert len(inputs.encoder_states) == len(inputs.batches[1].slot_mapping) == 3 * NUM_STATES
+    assert len(states_of(inputs)) == len(inputs.batches[1].slot_mapping) == 3 * NUM_STATES
     assert len(runner.run(inputs).token_ids) == 3
     after = [cache.key for cache in runner.router.caches()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
@@ -140,10 +139,10 @@ def test_preempted_requests_store_their_keys_again(
     memory = f"{BLOCK_KIB * (1 + 4 * (BLOCKS + 2) - 2)}KiB"
     settings = {"multimodal.cache_tokens": NUM_STATES, "multimodal.max_tokens_per_step": NUM_STATES}
     llm = engines(whisper, memory=memory, **settings, **{"scheduler.async": asynchronous})
-    with recorded(llm) as steps:
+    with recorded(llm) as steps, recorded_items(llm) as items:
         assert generate(llm) == expected
     assert sum(len(step.preempted) for step in steps) > 0
-    assert sum(len(step.encode) for step in steps) > len(PROMPTS)  # the encoder cache has room for one
+    assert sum(len(each.encode) for each in items) > len(PROMPTS)  # the encoder cache has room for one
 
 
 @pytest.mark.behaviour(79)
@@ -151,7 +150,7 @@ def test_a_recording_is_encoded_once_for_all_requests_that_hear_it(
     whisper: Path, expected: list[list[int]], engines: Engines
 ) -> None:
     llm = engines(whisper)
-    with recorded(llm) as steps:
+    with recorded_items(llm) as steps:
         outputs = llm.generate(
             [prompt(PROMPTS[0], 0), prompt([1, 3], 0), prompt(PROMPTS[0], 0)],
             SamplingParams(n=2, temperature=0, max_tokens=20, ignore_eos=True),

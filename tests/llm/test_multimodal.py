@@ -9,12 +9,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
+from engine_driver import GREEDY, mixes_decode_and_prefill, recorded, recorded_items
 from head_folders import build as build_head
 from tiny_vision import TOKENS_PER_IMAGE, VARIANTS, greedy_reference, image
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.plugins.multimodal.encoder_runner import EncoderRunner
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +51,7 @@ def tokens(outputs: Sequence[Any]) -> list[list[int]]:
 @contextmanager
 def counted(llm: LLM) -> Iterator[list[int]]:
     """The number of items in each call of the model's `encode` inside."""
-    assert llm.engine.encoding is not None
-    model: Any = llm.engine.encoding.model
+    model: Any = llm.engine.extension("multimodal").encoder.model
     original, calls = model.encode, list[int]()
 
     def encode(modality: str, items: Sequence[Mapping[str, Any]]) -> Any:
@@ -103,19 +102,20 @@ def test_chunks_that_end_inside_images_give_transformers_tokens(
     path = tiny_vision_model()
     settings = {"scheduler.max_batched_tokens": max_batched_tokens, "cache.prefix_caching": False, **sizes}
     llm = engines(path, block_size=4, **settings)
-    with recorded(llm) as steps:
+    with recorded(llm) as steps, recorded_items(llm) as items:
         assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    both = list(zip(steps, items, strict=True))
     cut = [
         feature
-        for step in steps
-        for row, feature in step.features
+        for step, of_step in both
+        for row, feature in of_step.features
         for first, count in [_window(step, row)]
         if feature.start < first + count < feature.end
     ]
     assert cut
-    assert any(mixes_decode_and_prefill(step) and step.features for step in steps) or max_batched_tokens == 1
+    assert any(mixes_decode_and_prefill(step) and each.features for step, each in both) or max_batched_tokens == 1
     if sizes:
-        assert any(step.dropped for step in steps) or "multimodal.cache_tokens" not in sizes
+        assert any(each.dropped for each in items) or "multimodal.cache_tokens" not in sizes
 
 
 def _window(step: Any, row: int) -> tuple[int, int]:
@@ -147,7 +147,7 @@ def test_a_prefix_is_shared_only_by_requests_with_the_same_image(tiny_vision_mod
     llm = engines(path, block_size=4)
     text = "def main <image> return sum(int(word) for word in argv)"
     (first,) = generate(llm, [(text, [5])])
-    encoding = llm.engine.encoding
+    encoding = llm.engine.extension("multimodal")
     assert encoding is not None
     encoding.reset()
     with counted(llm) as calls:
@@ -166,7 +166,7 @@ def test_a_prefix_that_ends_inside_an_image_is_continued(tiny_vision_model: Visi
     asked = [("a <image> b", [5]), ("a <image> quite another text behind it", [5])]
     outputs = [generate(llm, [one])[0] for one in asked]
     assert tokens(outputs) == expected(path, asked)
-    llm.engine.encoding.reset()  # type: ignore[union-attr]
+    llm.engine.extension("multimodal").reset()
     with counted(llm) as calls:
         (short,) = llm.generate({**prompt("a <image>", [5])}, GREEDY)
     assert 0 < short.metrics.num_cached_tokens < len(short.prompt_token_ids)
@@ -219,13 +219,13 @@ def test_random_crowds_with_images_and_aborts_give_what_requests_give_alone(
         asked = [one for one in asked if len(one[1]) < 4]
         groups = llm._add_all([prompt(*one) for one in asked], [GREEDY] * len(asked), [None] * len(asked))
         aborted = {rng.randrange(len(groups)) for _ in range(3)}
-        with recorded(llm) as steps:
+        with recorded(llm) as steps, recorded_items(llm) as items:
             while llm.engine.has_work and len(steps) < 600:
                 if len(steps) in (4, 9, 14):
                     llm.engine.abort(groups[sorted(aborted)[len(steps) % len(aborted)]][0].request_id)
                 llm.engine.step()
         assert not llm.engine.has_work
-        dropped += sum(len(step.dropped) for step in steps)
+        dropped += sum(len(each.dropped) for each in items)
         for index, (one, (request,)) in enumerate(zip(asked, groups, strict=True)):
             if request.finish_reason == "length":
                 assert request.output_token_ids == expected(path, [one])[0]
@@ -250,7 +250,7 @@ def test_token_ids_may_hold_one_placeholder_for_each_image_or_all(
     text, seeds = PROMPTS[3]
     ids = llm.tokenizer.encode(text)
     if expanded:
-        placeholder = llm.engine.encoding.reader.placeholders["image"]  # type: ignore[union-attr]
+        placeholder = llm.engine.extension("multimodal").reader.placeholders["image"]
         ids = [t for token in ids for t in [token] * (TOKENS_PER_IMAGE if token == placeholder else 1)]
     data = {"image": [image(seed) for seed in seeds]}
     (output,) = llm.generate({"prompt_token_ids": ids, "multi_modal_data": data}, GREEDY)
@@ -288,18 +288,19 @@ def test_room_for_embeddings_is_there_where_the_model_takes_items_alone_and_can_
     tiny_vision_model: Vision, tiny: Callable[..., Path], engines: Engines
 ) -> None:
     text = engines(tiny("llama")).engine
-    assert (text.encoding, text.scheduler.encoder_cache) == (None, None)
+    assert (text.extension("multimodal"), text.extensions.limit_tokens) == (None, ())
     limits = {"multimodal.cache_tokens": 20, "multimodal.max_tokens_per_step": 10}
     llm = engines(tiny_vision_model(), **limits)
-    encoding = llm.engine.encoding
+    encoding = llm.engine.extension("multimodal")
     assert encoding is not None
-    assert llm.engine.scheduler.encoder_cache is encoding.cache
+    assert llm.engine.scheduler.extensions is llm.engine.extensions
+    assert encoding.items.cache is encoding.cache
     assert (encoding.cache.capacity, encoding.cache.max_tokens_per_step) == (20, 10)
     generate(llm, PROMPTS[:1])
-    assert encoding.outputs
+    assert encoding.encoder.outputs
     encoding.reset()
     encoding.check()
-    assert not encoding.outputs
+    assert not encoding.encoder.outputs
     with counted(llm) as calls:
         generate(llm, PROMPTS[:1])
     assert calls == [1]
@@ -342,24 +343,26 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
     settings: dict[str, Any] = {"drafter.name": "eagle", "drafter.path": str(head), "drafter.tokens": 3}
     settings |= {"scheduler.async": asynchronous, "max_num_batched_tokens": tokens_per_step}
     llm = engines(path, **settings)
-    encoding, drafting = llm.engine.encoding, llm.engine.drafting
+    encoding, drafting = llm.engine.extension("multimodal"), llm.engine.drafting
     assert encoding is not None
     assert drafting is not None
     drafter: Any = drafting.drafter
     seen, ahead = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()  # by (row, position) of the image's token
     observe, embeds = drafter.observe, EncoderRunner.embeds
 
-    def watched(self: EncoderRunner, schedule: Any) -> Any:
-        found = embeds(self, schedule)
-        if found is not None:
-            spans = zip(schedule.rows.tolist(), schedule.num_computed.tolist(), schedule.num_scheduled, strict=True)
+    def watched(self: EncoderRunner, inputs: Any, items: Any, shift: int = 0) -> Any:
+        found = embeds(self, inputs, items, shift)
+        if found is not None and not shift:
+            counts = inputs.num_scheduled
+            computed = inputs.seq_lens_cpu[: len(counts)] - counts
+            spans = zip(inputs.rows.tolist(), computed.tolist(), counts, strict=True)
             places = [(row, position) for row, first, n in spans for position in range(first, first + n)]
             for index, value in zip(found.index.tolist(), found.values, strict=True):
                 seen[places[index]] = value.clone()
         return found
 
     def observed(computed: Any) -> Any:
-        embed = encoding.model.embed(computed.next_token_ids)
+        embed = encoding.encoder.model.embed(computed.next_token_ids)
         shown = embed if computed.next_embeds is None else computed.next_embeds
         starts = computed.query_start_loc.tolist()
         for row, start, end in zip(computed.rows.tolist(), starts[:-1], starts[1:], strict=True):

@@ -12,7 +12,7 @@ from engine_driver import GREEDY, run_all
 from tiny_vision import greedy_reference, image
 
 from slotline.core import LLM, BeamSearchParams
-from slotline.core.api.multimodal_inputs import Feature
+from slotline.plugins.multimodal.features import Feature
 from slotline.registry.errors import IntegrityError, ModelError, RequestError
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
@@ -124,7 +124,7 @@ def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(
 ) -> None:
     path = tiny_vision_model()
     llm = engines(path, **{"cache.prefix_caching": False, "scheduler.async": asynchronous})
-    model: Any = llm.engine.encoding.model  # type: ignore[union-attr]
+    model: Any = llm.engine.extension("multimodal").encoder.model
     bad, original = model.process("image", image(7)).inputs["pixel_values"], model.encode
 
     def encode(modality: str, items: Any) -> Any:
@@ -152,8 +152,7 @@ def test_an_item_that_cannot_be_encoded_ends_its_requests_alone(
 
 def test_embeddings_that_differ_from_the_cache_are_seen(tiny_vision_model: Vision, engines: Engines) -> None:
     llm = engines(tiny_vision_model())
-    encoding = llm.engine.encoding
-    assert encoding is not None
+    encoding = llm.engine.extension("multimodal").encoder
     llm.generate({"prompt": "a <image>", "multi_modal_data": {"image": image(0)}}, GREEDY)
     kept = dict(encoding.outputs)
     encoding.outputs.clear()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import sound_family
 import torch
-from engine_driver import GREEDY, recorded
+from engine_driver import GREEDY, recorded_items
 from sound_family import EDGE, SOUND, SoundFamily, SoundModel
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM
-from slotline.core.api.multimodal_inputs import PromptReader
+from slotline.plugins.multimodal.prompt_reader import PromptReader
 from slotline.registry.contracts import ModelContext, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 
@@ -69,7 +69,7 @@ def test_a_strangers_family_hears_sounds_between_edge_tokens(max_batched_tokens:
             whole += [EDGE, *[SOUND] * len(sound), EDGE, word]
         prompts.append({"prompt_token_ids": ids, "multi_modal_data": {"sound": sounds}})
         expected.append((whole, greedy(model, whole, sounds, 20)))
-    with recorded(llm) as steps:
+    with recorded_items(llm) as steps:
         outputs = llm.generate(prompts, GREEDY)
     assert [(o.prompt_token_ids, o.outputs[0].token_ids) for o in outputs] == expected
     assert any(step.features for step in steps)

@@ -51,7 +51,7 @@ def test_what_fell_is_taken_off_lengths_positions_and_slots(groups: int, states:
         else:
             encoder = torch.zeros(padded, dtype=torch.int64, device=DEVICE)
             sent = UploadedInputs(made[0], [*made[1:], encoder], two[0], seq_lens, two[0], two[0])
-            kinds: Any = [SimpleNamespace(encoder_len=None)] * groups + [SimpleNamespace(encoder_len=7)]
+            kinds: Any = [SimpleNamespace(fixed_len=None)] * groups + [SimpleNamespace(fixed_len=7)]
             batch: Any = SimpleNamespace(num_accepted=accepted) if states else None
             subtract_rejected(by_row, Bounds(*two), sent, [*on_device, two[0]], batch, kinds, [*SIZES[:groups], 16])
             assert not encoder.any()

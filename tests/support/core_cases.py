@@ -7,16 +7,18 @@ from collections.abc import Callable
 import numpy as np
 from attrs import define, field
 
-from slotline.core.api.multimodal_inputs import Feature
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_pool import BlockPool
-from slotline.core.kv_cache.encoder_cache import EncoderCache
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.plugins.kv_specs.full_cache import FullSpec
+from slotline.plugins.multimodal.encoder_cache import EncoderCache
+from slotline.plugins.multimodal.features import Feature
+from slotline.plugins.multimodal.item_scheduler import ItemScheduler, StepItems
 from slotline.registry.contracts import KVSpecContext
 from slotline.registry.contracts.sampling_params import SamplingParams
 
@@ -72,6 +74,8 @@ class Bench:
     encoder_cache: EncoderCache | None = None
     rows: RequestTable = field(init=False)
     cache: KVCacheManager = field(init=False)
+    items: ItemScheduler | None = field(default=None, init=False)
+    taken: StepItems = field(factory=StepItems, init=False)  # by the last step
     scheduler: Scheduler = field(init=False)
     arrivals: int = 0
 
@@ -84,12 +88,21 @@ class Bench:
             max_model_len=self.max_model_len,
             prefix_caching=self.prefix_caching,
         )
+        extensions = NO_EXTENSIONS
+        if self.encoder_cache is not None:
+            self.items = ItemScheduler(
+                self.rows,
+                self.encoder_cache,
+                max_batched_tokens=self.max_batched_tokens,
+                chunked_prefill=self.chunked_prefill,
+            )
+            extensions = Extensions.of([("multimodal", "items", self.items)])
         self.scheduler = Scheduler(
             self.rows,
             self.cache,
             max_batched_tokens=self.max_batched_tokens,
             chunked_prefill=self.chunked_prefill,
-            encoder_cache=self.encoder_cache,
+            extensions=extensions,
         )
 
     def add(
@@ -104,7 +117,9 @@ class Bench:
         """Queue a request; a number stands for so many tokens of its own."""
         tokens = [1000 * (self.arrivals + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         made = request(name, tokens, self.arrivals, priority, **params)
-        made.features = features
+        made.inputs["features"] = features
+        for prepare in self.scheduler.extensions.prepare_request:
+            prepare(made)
         self.arrivals += 1
         self.scheduler.add(made)
         return made
@@ -112,6 +127,8 @@ class Bench:
     def step(self, sample: Callable[[Request], int] = lambda _: 7) -> SchedulerOutput:
         """Schedule, pretend to compute, append a token to each complete row; what is too long leaves."""
         schedule = self.scheduler.schedule()
+        if self.items is not None:
+            self.taken = self.items.take(schedule)
         rows = self.rows
         rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         self.cache.commit(rows, schedule.rows, rows.num_computed_tokens[schedule.rows])
@@ -123,8 +140,19 @@ class Bench:
             rows.request(row).output_token_ids = rows.output_token_ids(row)
         if len(done):
             self.scheduler.remove_running([rows.request(row) for row in done.tolist()])
-        check_integrity(self.scheduler)
+        self.check()
         return schedule
+
+    def check(self) -> None:
+        """Check what the integrity checker of an engine does."""
+        check_integrity(self.scheduler)
+        for check in self.scheduler.extensions.check:
+            check()
+
+    def encode(self) -> StepItems:
+        """Run a step and return its items."""
+        self.step()
+        return self.taken
 
     def names(self, schedule: SchedulerOutput) -> list[str]:
         """The scheduled requests that still hold their row, in batch order."""

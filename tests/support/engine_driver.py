@@ -9,6 +9,7 @@ from random import Random
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.plugins.multimodal.item_scheduler import StepItems
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -34,6 +35,23 @@ def recorded(llm: LLM) -> Iterator[list[SchedulerOutput]]:
         yield seen
     finally:
         del scheduler.schedule
+
+
+@contextmanager
+def recorded_items(llm: LLM) -> Iterator[list[StepItems]]:
+    """The items of every step that runs inside."""
+    scheduler, seen = llm.engine.extension("multimodal").items, list[StepItems]()
+    original: Callable[[SchedulerOutput], StepItems] = scheduler.take
+
+    def take(schedule: SchedulerOutput) -> StepItems:
+        seen.append(original(schedule))
+        return seen[-1]
+
+    scheduler.take = take
+    try:
+        yield seen
+    finally:
+        del scheduler.take
 
 
 def run_all(llm: LLM, most_steps: int = 1000) -> None:

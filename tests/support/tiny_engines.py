@@ -34,9 +34,10 @@ def everything_returned(llm: LLM) -> None:
     assert engine.rows.num_free == engine.rows.max_requests
     pool = engine.scheduler.cache.pool
     assert pool.num_free == pool.num_blocks - 1
-    if engine.encoding is not None:
-        engine.encoding.reset()
-        assert engine.encoding.cache.num_used == 0
+    if (multimodal := engine.extension("multimodal")) is not None:
+        multimodal.check()
+        multimodal.reset()
+        assert multimodal.cache.num_used == 0
     assert not np.any([slot.active for slot in engine.pipeline.slots])
     if (grammars := engine.extension("structured_output")) is not None:
         assert not grammars.active.any()

@@ -1,188 +1,11 @@
-"""Multimodal inputs: from the items of a prompt to spans of its tokens and a hash of each item."""
+"""Items beside the text of a prompt, as users give them."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from attrs import frozen
-
-from slotline.registry.contracts import Modality, ModelFacts, MultimodalModel, ProcessedItem
-from slotline.registry.errors import ModelError, RequestError
-
-Int = npt.NDArray[np.int64]
-
-
-@frozen(kw_only=True, eq=False)
-class Feature:
-    """An item of a prompt, with the positions of its embeddings and the inputs that the model encodes.
-
-    Attributes:
-        modality: name of its modality.
-        mm_hash: hash of the item's inputs and the model. Features of equal hash share their embeddings.
-        positions: [n] int64, ascending: the prompt's tokens that take the embeddings, in order.
-        inputs: the tensors that the model encodes.
-        cross: True if cross-attention reads the embeddings, so that they replace no tokens. The first token then needs
-            all
-            of them, and `positions` are 0.
-    """
-
-    modality: str
-    mm_hash: str
-    positions: Int
-    inputs: Mapping[str, torch.Tensor]
-    cross: bool = False
-
-    @property
-    def size(self) -> int:
-        """Return the number of embeddings."""
-        return len(self.positions)
-
-    @property
-    def start(self) -> int:
-        """Return the position of the first token that takes an embedding."""
-        return int(self.positions[0])
-
-    @property
-    def end(self) -> int:
-        """Return the position after the last token that takes an embedding."""
-        return int(self.positions[-1]) + 1
-
-
-def hash_extra(features: Sequence[Feature], start: int, end: int) -> bytes:
-    """Return bytes that distinguish the tokens [start, end) by the items among them and the places of these items."""
-    return b"".join(
-        bytes.fromhex(feature.mm_hash) + (feature.start - start).to_bytes(8, "little", signed=True)
-        for feature in features
-        if feature.start < end and feature.end > start
-    )
-
-
-def num_embeddings(item: ProcessedItem, modality: Modality) -> int:
-    """Count the item's tokens that take embeddings."""
-    return sum(token == modality.placeholder_token_id for token in item.token_ids)
-
-
-class PromptReader:
-    """Reader of a prompt's `multi_modal_data`.
-
-    Attributes:
-        placeholders: the placeholder token of each modality.
-        cross: the modalities that cross-attention reads.
-    """
-
-    def __init__(self, model: MultimodalModel, facts: ModelFacts) -> None:
-        self._model = model
-        self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
-        self.cross = frozenset(m.name for m in facts.modalities if m.cross)
-        self._max_encoder_len = facts.max_encoder_len
-        self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
-
-    def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Feature, ...]]:
-        """Return the prompt's tokens as the model reads them, and its features in order.
-
-        Args:
-            token_ids: with one placeholder token for each item, or already expanded as the model's processor does it.
-            data: by modality, an item or a list of items in the prompt's order.
-
-        Raises:
-            RequestError: if the model does not take a modality, an item cannot be read, or items and placeholders
-                differ.
-        """
-        unknown = sorted(map(str, data.keys() - self.placeholders.keys()))
-        if unknown:
-            raise RequestError(
-                f"multi_modal_data has {', '.join(unknown)}; this model takes {', '.join(self.placeholders)}",
-                fix="leave it out, or use a model that takes it",
-            )
-        tokens, features = list(token_ids), list[Feature]()
-        for modality, given in data.items():
-            items = [self._model.process(modality, item) for item in _as_items(given)]
-            if modality in self.cross:
-                features += [self._feature(item, self.placeholders[modality], 0) for item in items]
-            else:
-                tokens, features = self._place(modality, tokens, items, features)
-        features.sort(key=lambda feature: feature.start)
-        return tokens, tuple(features)
-
-    def validate(self, token_ids: Sequence[int], features: Sequence[Feature]) -> None:
-        """Refuse a prompt with placeholders without an item, or without its one item for cross-attention.
-
-        Raises:
-            RequestError: with the counts.
-        """
-        self._validate_cross(features)
-        for modality in self.placeholders.keys() - self.cross:
-            placeholder = self.placeholders[modality]
-            taken = sum(feature.size for feature in features if feature.modality == modality)
-            found = token_ids.count(placeholder)
-            if found != taken:
-                raise RequestError(
-                    f"the prompt has {found} {modality} placeholder tokens (token {placeholder}) and items for {taken}",
-                    fix=f"give multi_modal_data with one {modality} for each placeholder",
-                )
-
-    def _validate_cross(self, features: Sequence[Feature]) -> None:
-        found = [feature for feature in features if feature.cross]
-        if self.cross and len(found) != 1:
-            names = ", ".join(sorted(self.cross))
-            raise RequestError(
-                f"the prompt has {len(found)} items of {names}, and the model's cross-attention reads one",
-                fix=f"give multi_modal_data with exactly one {names} for each prompt",
-            )
-        if found and found[0].size > self._max_encoder_len:
-            raise RequestError(
-                f"the {found[0].modality} has {found[0].size} embeddings, and cross-attention reads "
-                f"{self._max_encoder_len} at most",
-                fix="give a shorter one",
-            )
-
-    def _place(
-        self, modality: str, tokens: list[int], items: list[ProcessedItem], others: list[Feature]
-    ) -> tuple[list[int], list[Feature]]:
-        """Insert items into the prompt and shift the features of other modalities."""
-        placeholder = self.placeholders[modality]
-        found = [index for index, token in enumerate(tokens) if token == placeholder]
-        expanded = _expanded_starts(tokens, placeholder, items)
-        if expanded is None and len(found) != len(items):
-            raise RequestError(
-                f"the prompt has {len(found)} {modality} placeholder tokens (token {placeholder}) and multi_modal_data "
-                f"{len(items)} items",
-                fix=f"put one placeholder into the prompt for each {modality}",
-            )
-        moved = list(others)
-        if expanded is None:
-            tokens, expanded, moved = _expand(tokens, found, items, others)
-        return tokens, moved + [
-            self._feature(item, placeholder, start) for item, start in zip(items, expanded, strict=True)
-        ]
-
-    def _feature(self, item: ProcessedItem, placeholder: int, start: int) -> Feature:
-        positions = start + np.flatnonzero(np.asarray(item.token_ids) == placeholder)
-        cross = item.modality in self.cross
-        if len(positions) == 0:
-            raise ModelError(
-                f"a processed item of modality {item.modality!r} has no placeholder token {placeholder}",
-                fix="tell the author of the model family",
-            )
-        return Feature(
-            modality=item.modality,
-            mm_hash=self._hash(item),
-            positions=np.zeros(len(positions), np.int64) if cross else positions.astype(np.int64),
-            inputs=item.inputs,
-            cross=cross,
-        )
-
-    def _hash(self, item: ProcessedItem) -> str:
-        digest = hashlib.sha256(f"{self._model_name}\0{item.modality}\0{list(item.token_ids)}".encode())
-        for name, value in sorted(item.inputs.items()):
-            digest.update(f"\0{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+from slotline.registry.errors import RequestError
 
 
 def refuse_items(data: Mapping[str, Any]) -> None:
@@ -191,7 +14,7 @@ def refuse_items(data: Mapping[str, Any]) -> None:
     Raises:
         RequestError: if there are any items.
     """
-    if any(_as_items(given) for given in data.values()):
+    if any(as_items(given) for given in data.values()):
         raise RequestError(
             f"multi_modal_data has {', '.join(map(str, data))}, and this model takes text alone",
             fix="leave multi_modal_data out, or use a model that takes images",
@@ -211,51 +34,6 @@ def items_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return data
 
 
-def _as_items(given: Any) -> list[Any]:
+def as_items(given: Any) -> list[Any]:
+    """Return the items of a modality as they were given: one, a list of them, or None."""
     return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-
-
-def _expand(
-    tokens: list[int], found: list[int], items: list[ProcessedItem], others: list[Feature]
-) -> tuple[list[int], list[int], list[Feature]]:
-    """Replace the placeholders at `found` by the items' tokens. Return the new tokens, starts, and moved features."""
-    longer: list[int] = []
-    starts, before = [], 0
-    moves = np.zeros(len(tokens), np.int64)  # shift of each old token
-    for index, item in zip(found, items, strict=True):
-        longer += tokens[before:index]
-        starts.append(len(longer))
-        longer += item.token_ids
-        before = index + 1
-        moves[before:] += len(item.token_ids) - 1
-    longer += tokens[before:]
-    return longer, starts, [_moved(feature, moves) for feature in others]
-
-
-def _moved(feature: Feature, moves: Int) -> Feature:
-    return Feature(
-        modality=feature.modality,
-        mm_hash=feature.mm_hash,
-        positions=feature.positions + moves[feature.positions],
-        inputs=feature.inputs,
-    )
-
-
-def _expanded_starts(tokens: list[int], placeholder: int, items: list[ProcessedItem]) -> list[int] | None:
-    """Return the starts of the items' tokens in a prompt that already has them, else None."""
-    starts = []
-    position = 0
-    for item in items:
-        wanted = list(item.token_ids)
-        lead = wanted.index(placeholder) if placeholder in wanted else 0
-        start = _next(tokens, placeholder, position) - lead
-        if start < position or tokens[start : start + len(wanted)] != wanted:
-            return None
-        starts.append(start)
-        position = start + len(wanted)
-    return starts if _next(tokens, placeholder, position) == len(tokens) else None
-
-
-def _next(tokens: list[int], token: int, position: int) -> int:
-    rest: Iterator[int] = (i for i in range(position, len(tokens)) if tokens[i] == token)
-    return next(rest, len(tokens))

@@ -69,6 +69,7 @@ class Extensions:
     forward_kwargs: tuple[Callable[[ModelInputs], Mapping[str, Any]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
     wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
+    profile: tuple[Callable[[], Any], ...] = ()
     launched: tuple[Callable[[SchedulerOutput], None], ...] = ()
     begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()
     wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()
@@ -103,11 +104,18 @@ class Extensions:
 
         gather = tuple((name, one.gather) for name, _, one in built if hasattr(one, "gather"))
         methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS)}
+        for last_first in ("limit_tokens", "limit_prompt"):
+            methods[last_first] = methods[last_first][::-1]
         return cls(named={name: one for name, _, one in built}, inputs=inputs, **{**methods, "gather": gather})
 
     def all_linked(self, request: Request) -> list[Request]:
         """Return the other requests that are admitted, preempted and ended together with a request."""
         return [other for linked in self.linked for other in linked(request)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The remarks of all extensions that are shown with the plan."""
+        return tuple(note for one in self.named.values() for note in getattr(one, "notes", ()))
 
 
 NO_EXTENSIONS = Extensions()

@@ -104,13 +104,13 @@ class GraphDispatcher:
     ) -> GraphShape | None:
         """Return the captured shape that a step is padded to.
 
-        Return None if the step runs eagerly, as with inputs besides text.
+        Return None if the step runs eagerly.
 
         Args:
             cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
             adapters: how many its requests use.
         """
-        if schedule.features:
+        if schedule.eager:
             return None
         tokens, requests = schedule.num_tokens, len(schedule.rows)
         length = tokens // requests

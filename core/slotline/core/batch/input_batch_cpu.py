@@ -25,7 +25,7 @@ class InputBatchCPU:
         table_rows: [num_requests] int64, the rows whose block tables are read, padded to the shape's requests. `starts`
             [num_requests + 1] int64, the first token of each, and `seq_lens` [num_requests] int64 are padded too.
         state_slots: [num_requests] int64, the slot of each request's state in state layers.
-        encoder_lens: [num_requests] int64, tokens of the encoder's output of each.
+        fixed_lens: [num_requests] int64, keys of each in groups whose keys are all there from its first step on.
         input_ids, positions: [num_tokens] int64, padded to the shape's tokens, as are `slots` [num_tokens] int64 by
             cache group and `lora_slots` [num_tokens] int64, None for a step without adapters.
         single_slot: as in `ModelInputs`.
@@ -49,7 +49,7 @@ class InputBatchCPU:
     counts: Int
     starts: Int
     seq_lens: Int
-    encoder_lens: Int
+    fixed_lens: Int
     input_ids: Int
     positions: Int
     slots: list[Int]

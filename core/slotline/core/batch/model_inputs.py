@@ -11,7 +11,6 @@ import torch
 from attrs import field, frozen
 
 from slotline.core.batch.draft_tree import DraftTree
-from slotline.core.batch.embeds import Embeds
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.logprobs import ScoredPlaces
@@ -57,10 +56,8 @@ class ModelInputs:
         sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`. None if all rows
             are greedy.
         scored: the logits' rows that want log-probabilities. None for none.
-        embeds: embeddings of inputs besides text among the tokens, never with a shape.
-        following: embeddings among the tokens that follow each token, if a drafter reads them.
-        encoder_states: [n, hidden_size], the encoder outputs whose keys cross-attention stores in this step. None for
-            none.
+        embeds: [num_padded_tokens, hidden_size] in the model's dtype, embeddings that the model reads in place of those
+            of the tokens, never with a shape. None for the tokens' own.
         lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none. None if the
             step runs without adapters.
         single_slot: the slot of all tokens that have one if the step runs for one adapter, else None.
@@ -91,9 +88,7 @@ class ModelInputs:
     sampling: SamplingMetadata
     sampling_params: torch.Tensor | None
     scored: ScoredPlaces | None
-    embeds: Embeds | None = None
-    following: Embeds | None = None
-    encoder_states: torch.Tensor | None = None
+    embeds: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
     single_slot: int | None = None
     wanted: FastPrefillBatch | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from attrs import Factory, define, field
 
 from slotline.core.api.lora_request import LoRARequest
-from slotline.core.api.multimodal_inputs import Feature
 from slotline.core.api.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.api.prompts import as_token_array
 from slotline.registry.contracts import BlockHash, PoolingParams
@@ -52,7 +51,9 @@ class Request:
         role: name of its prompt in messages.
         row: permanent row from admission until the request leaves, else -1.
         joined: whether plugins are prepared for it. It joins once, even if it is preempted several times.
-        features: inputs besides text, in the prompt's order.
+        fixed_len: keys that it has from its first step on in cache groups that hold other keys than its tokens'.
+        hash_extra: returns bytes that go into the hash of the block of tokens [start, end), beside these tokens. None
+            for none.
         inputs: further arguments of `Engine.add` by name, and what extensions keep with the request.
         block_hashes: chained hashes of its full blocks so far.
         pooled: [size] float32, the answer of a finished pooling request.
@@ -79,7 +80,8 @@ class Request:
     row: int = -1
     joined: bool = False
     status: Status = Status.WAITING
-    features: tuple[Feature, ...] = ()
+    fixed_len: int = 0
+    hash_extra: Callable[[int, int], bytes] | None = None
     inputs: dict[str, Any] = field(factory=dict, repr=False)
     block_hashes: list[BlockHash] = field(factory=list)
     pooled: npt.NDArray[np.float32] | None = None
@@ -101,11 +103,6 @@ class Request:
     def whole_prompt(self) -> bool:
         """True if every position of the prompt must be computed, so that no cached prefix is taken."""
         return self.params.prompt_logprobs is not None or self.pools_whole_prompt
-
-    @property
-    def encoder_len(self) -> int:
-        """Keys of cross-attention."""
-        return sum(feature.size for feature in self.features if feature.cross)
 
     @property
     def finished(self) -> bool:

@@ -42,8 +42,7 @@ class RequestTable:
         tree: the form of all drafts if they are no chain. They are then in the order of its nodes.
         num_prompt_tokens: tokens of the prompt.
         num_computed_tokens: tokens whose keys and values are in the cache.
-        encoder_len: tokens of the encoder that cross-attention reads, 0 for none.
-        next_feature: first token of the first input besides text whose span is not computed yet, NO_LIMIT for none.
+        fixed_len: keys of the request that do not come from its tokens, see `Request.fixed_len`.
         length_limit: number of tokens at which the request stops for length.
         min_length: number of tokens below which no stop token counts.
         temperature, top_p, log_floor: float32, as in `SamplingMetadata`. `top_k`: int64, 0 for all.
@@ -74,8 +73,7 @@ class RequestTable:
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
-        self.encoder_len = np.zeros(max_requests, np.int64)
-        self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)
+        self.fixed_len = np.zeros(max_requests, np.int64)
         self.length_limit = np.zeros(max_requests, np.int64)
         self.min_length = np.zeros(max_requests, np.int64)
         self.temperature = np.zeros(max_requests, np.float32)
@@ -200,12 +198,6 @@ class RequestTable:
         self.num_tokens[rows] = known + 1
         self.num_pending[rows] = 0
 
-    def find_next_feature(self, row: int) -> None:
-        """Look for the row's `next_feature` again, after its computed tokens changed."""
-        computed = self.num_computed_tokens[row]
-        left = (feature.start for feature in self.request(row).features if feature.end > computed)
-        self.next_feature[row] = next(left, NO_LIMIT)
-
     def output_token_ids(self, row: int) -> list[int]:
         """Return the tokens sampled so far."""
         end = self.num_tokens[row] - self.num_pending[row]
@@ -225,8 +217,7 @@ class RequestTable:
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.lora_slot[row] = -1  # until its adapter is in one
-        self.find_next_feature(row)
-        self.encoder_len[row] = request.encoder_len
+        self.fixed_len[row] = request.fixed_len
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A pooling request has no token to come, so its prompt may be as long as the model allows.
         self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, field, frozen
 
-from slotline.core.api.multimodal_inputs import Feature
 from slotline.core.batch.request import Request
 
 Int = npt.NDArray[np.int64]
@@ -27,9 +26,8 @@ class SchedulerOutput:
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
         failed: requests that could not be scheduled, with the reason. They keep the resources that they held before.
-        encode: items to encode before the step's forward.
-        dropped: hashes of items whose embeddings are freed before that.
-        features: items with embeddings among the step's tokens, each with its row.
+            They end before the step runs.
+        eager: whether it cannot replay a graph.
         same_batch: whether it computes the next token of each request of the step scheduled before, in the same order,
             and nothing else.
     """
@@ -42,9 +40,7 @@ class SchedulerOutput:
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = field(default=())
     failed: tuple[tuple[Request, Exception], ...] = ()
-    encode: tuple[Feature, ...] = ()
-    dropped: tuple[str, ...] = ()
-    features: tuple[tuple[int, Feature], ...] = ()
+    eager: bool = False
     same_batch: bool = False
 
     def without(self, rows: Sequence[int] | Int) -> SchedulerOutput:
@@ -60,6 +56,5 @@ class SchedulerOutput:
             num_computed=self.num_computed[kept],
             num_tokens=int(counts.sum()),
             num_decodes=int((counts == 1).sum()),
-            features=tuple((row, feature) for row, feature in self.features if row not in rows),
             same_batch=False,
         )

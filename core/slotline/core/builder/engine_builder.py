@@ -34,7 +34,6 @@ from slotline.core.kv_cache.sizing import MemoryReport, size_pool
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionGroup
 from slotline.core.model_runner.decode_fast_path import repeats_for
-from slotline.core.model_runner.encoder_runner import EncoderRunner, build_encoding
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.nan_cause import nan_cause
@@ -145,13 +144,12 @@ class EngineBuilder:
         gatherer, runner = self._runner(
             model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters, extensions
         )
-        encoding = self._encoding(model)
         first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
         if planned.device_capabilities.streams.support:
             with self.startup.scope("compile"):
                 first.compile_forwards()
         with self.startup.scope("profile"):
-            memory = self._size(first, specs, encoding)
+            memory = self._size(first, specs, extensions)
         with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
             checks = OutputChecks(strict=False) if config.observability.check_integrity else None
@@ -171,7 +169,7 @@ class EngineBuilder:
         engine = Engine(
             plan=planned.plan,
             rows=rows,
-            scheduler=self._scheduler(rows, cache, encoding, adapters, extensions),
+            scheduler=self._scheduler(rows, cache, adapters, extensions),
             gatherer=gatherer,
             runner=runner,
             pipeline=pipeline,
@@ -179,7 +177,6 @@ class EngineBuilder:
             drafting=drafting,
             overlap=self._overlap(rows, runner),
             pooling=runner.pooling,
-            encoding=encoding,
             limits=limits_of(planned, tokenizer),
             sampling_defaults=planned.sampling_defaults,
             device=planned.device,
@@ -187,7 +184,7 @@ class EngineBuilder:
             tokenizer=tokenizer,
             memory=memory,
             plugins=self.plugins,
-            notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
+            notes=model.notes + extensions.notes + adapter_notes(planned),
             cascade=cascade,
             adapters=adapters,
             extensions=extensions,
@@ -282,7 +279,7 @@ class EngineBuilder:
             has_states=bool(plan.state_groups),
             lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
-            max_encoder_len=self.planned.facts.max_encoder_len,
+            max_fixed_len=self.planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
             extensions=extensions,
             repeats=repeats_for(
@@ -340,28 +337,14 @@ class EngineBuilder:
             )
         return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
-    def _encoding(self, model: Model) -> EncoderRunner | None:
-        """Build the encoder runner if the model takes other inputs than text, else None."""
-        if not self.planned.facts.modalities:
-            return None
-        config = self.planned.loaded.config
-        return build_encoding(
-            model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
-            self.planned.facts,
-            config.multimodal,
-            device=self.planned.stages.stages[0].device,  # the device of the token embeddings
-            max_batched_tokens=config.scheduler.max_batched_tokens,
-            chunked_prefill=self.planned.chunked_prefill,
-        )
-
-    def _size(self, first: Warmup, specs: list[KVSpec], encoding: EncoderRunner | None) -> MemoryReport:
+    def _size(self, first: Warmup, specs: list[KVSpec], extensions: Extensions) -> MemoryReport:
         config, plan = self.planned.loaded.config, self.planned.plan
         requests, most, runner = config.scheduler.max_requests, first.most_tokens, first.runner
         overlaps = bool(self.planned.device_capabilities.streams.support)
         tokens = most if overlaps else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
-            self._profile(first, encoding, tokens, overlaps=overlaps)
+            self._profile(first, extensions, tokens, overlaps=overlaps)
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
@@ -383,20 +366,15 @@ class EngineBuilder:
             )
         return report
 
-    def _profile(self, first: Warmup, encoding: EncoderRunner | None, tokens: int, *, overlaps: bool) -> None:
-        """Run what takes most memory: the encoder, a step of so many tokens, the drafter and the sampler.
+    def _profile(self, first: Warmup, extensions: Extensions, tokens: int, *, overlaps: bool) -> None:
+        """Run what takes most memory: extensions, a step of so many tokens, the drafter and the sampler.
 
         Args:
-            overlaps: whether the device works on its own, and the encoder and the sampler run at their largest too.
+            overlaps: whether the device works on its own, and extensions and the sampler run at their largest too.
         """
-        with oom_as_capacity_error(
-            "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
-        ):
-            held = encoding.profile() if encoding is not None and overlaps else None
+        held = [profile() for profile in extensions.profile] if overlaps else []
         inputs, runner = first.largest(tokens), first.runner
         count = len(inputs.rows)
-        if encoding is not None and overlaps:
-            inputs = evolve(inputs, encoder_states=encoding.made_up_states(count))
         with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
             output = runner.run(inputs)
             del inputs
@@ -405,13 +383,12 @@ class EngineBuilder:
         if runner.pooling is None:
             requests = self.planned.loaded.config.scheduler.max_requests
             warm_up(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
-        del held  # until here: the encoder's cache lies beside a step
+        del held  # until here: what extensions keep lies beside a step
 
     def _scheduler(
         self,
         rows: RequestTable,
         cache: KVCacheManager,
-        encoding: EncoderRunner | None,
         adapters: AdapterManager | None,
         extensions: Extensions,
     ) -> Scheduler:
@@ -422,7 +399,6 @@ class EngineBuilder:
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=self.planned.chunked_prefill,
             default_seed=config.sampling.seed,
-            encoder_cache=encoding.cache if encoding else None,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             adapters=adapters,
             extensions=extensions,

@@ -95,7 +95,7 @@ class LayerGroupBuilder:
                 group.kernel_block_size,
                 rows.max_requests,
                 *(
-                    (self.planned.facts.max_encoder_len, rows.encoder_len)
+                    (self.planned.facts.max_encoder_len, rows.fixed_len)
                     if of_encoder(group.layers)
                     else (rows.max_model_len, None)
                 ),

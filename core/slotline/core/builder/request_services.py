@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -120,5 +121,19 @@ def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
         chunked_prefill=planned.chunked_prefill,
         priorities=config.scheduler.policy == "priority",
         tasks=planned.facts.tasks,
-        absent={} if refusal is None else {"structured_outputs": lambda _: refusal},
+        absent=_absent(planned, refusal),
     )
+
+
+def _absent(planned: Planned, refusal: tuple[str, str] | None) -> dict[str, Callable[[Any], tuple[str, str]]]:
+    """Return reasons and remedies for arguments of requests whose feature the plan lacks.
+
+    Args:
+        refusal: those of structured output. None if requests can have it.
+    """
+    absent: dict[str, Callable[[Any], tuple[str, str]]] = {}
+    if refusal is not None:
+        absent["structured_outputs"] = lambda _: refusal
+    if not planned.facts.modalities:
+        absent["features"] = lambda given: (f"{len(given)} features for a model of text alone", "leave them out")
+    return absent

@@ -1,11 +1,10 @@
-"""Admission of requests to a step: preparation by plugins, and encoding of items before the step."""
+"""Admission of requests to a step: preparation by plugins, before the step runs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-from attrs import define
+from attrs import define, evolve
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, leaders
@@ -13,7 +12,6 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.lora.manager_protocol import AdapterManager
-from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -29,13 +27,12 @@ class AdmissionHooks:
     endings: RequestFinalizer
     profiler: StepProfiler
     pipeline: ProcessorPipeline
-    encoding: EncoderRunner | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
 
     def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
-        """Prepare the requests that join in this step, and encode its items.
+        """Prepare the requests that join in this step.
 
         A request that a plugin fails on ends with finish reason `error`, and the step goes on without it.
 
@@ -51,15 +48,15 @@ class AdmissionHooks:
             except Exception as error:  # a plugin's code may raise anything, and the others go on
                 logger.exception("request %r could not be admitted", request.request_id)
                 refused.append((request, error))
-        schedule = self._without(schedule, refused)
-        if self.encoding is not None:
-            with self.profiler.scope("encode"):
-                failed = self.encoding.run(schedule)
-            without = {row: failed[f.mm_hash] for row, f in schedule.features if f.mm_hash in failed}
-            lost = [(self.rows.request(row), error) for row, error in without.items()]
-            schedule, refused = self._without(schedule, lost), refused + lost
-            self.encoding.cache.forget(failed)
-        return schedule, leaders([request for request, _ in refused])
+        return self.leave_out(evolve(schedule, failed=tuple(refused))) if refused else (schedule, [])
+
+    def leave_out(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
+        """End the requests that `failed` in a step. Return the rest of the step, and the requests that ended."""
+        refused = schedule.failed
+        going = [other for one, _ in refused for other in (one, *self.extensions.all_linked(one))]
+        rows = [one.row for one in going if one.row >= 0]
+        self.endings.fail(refused)
+        return evolve(schedule.without(rows), failed=()), leaders([request for request, _ in refused])
 
     def _admit(self, request: Request) -> None:
         """Prepare a request that joins for the first time. After preemption it is still prepared."""
@@ -77,10 +74,3 @@ class AdmissionHooks:
         for admit in self.extensions.admit:
             admit(request)
         request.joined = True
-
-    def _without(self, schedule: SchedulerOutput, refused: Sequence[tuple[Request, Exception]]) -> SchedulerOutput:
-        """Return the step without requests that end with an error."""
-        going = [other for one, _ in refused for other in (one, *self.extensions.all_linked(one))]
-        rows = [one.row for one in going if one.row >= 0]
-        self.endings.fail(refused)
-        return schedule.without(rows)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
 from slotline.core.api.lora_request import LoRARequest
-from slotline.core.api.multimodal_inputs import Feature
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
@@ -37,7 +36,6 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.kv_cache.cascade_attention import Cascade
 from slotline.core.kv_cache.sizing import MemoryReport
 from slotline.core.lora.manager_protocol import AdapterManager
-from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -126,7 +124,6 @@ class Engine:
     drafting: DraftRunner | None = None
     overlap: AsyncSpecDecode | None = None
     pooling: Pooling | None = None
-    encoding: EncoderRunner | None = None
     limits: EngineLimits
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
@@ -187,7 +184,6 @@ class Engine:
             limits=self.limits,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            encoding=self.encoding,
             adapters=self.adapters,
             drafts=self.drafting is not None,
             extensions=self.extensions,
@@ -197,7 +193,6 @@ class Engine:
             endings=self.endings,
             profiler=self.profiler,
             pipeline=self.pipeline,
-            encoding=self.encoding,
             drafting=self.drafting,
             adapters=self.adapters,
             extensions=self.extensions,
@@ -218,7 +213,6 @@ class Engine:
             endings=self.endings,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            encoding=self.encoding,
             drafting=self.drafting,
             adapters=self.adapters,
             extensions=self.extensions,
@@ -240,7 +234,6 @@ class Engine:
         params: SamplingParams | PoolingParams,
         *,
         prompt: str | None = None,
-        features: tuple[Feature, ...] = (),
         priority: int = 0,
         cache_salt: str = "",
         lora_request: LoRARequest | None = None,
@@ -252,7 +245,6 @@ class Engine:
 
         Args:
             params: of the engine's task.
-            features: inputs besides text, as `EncoderRunner.reader` reads them. The prompt holds their placeholders.
             stream: whether its text is read while it runs.
             inputs: what extensions of this engine take, by name.
 
@@ -272,7 +264,6 @@ class Engine:
             pooling_params=pooling,
             pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
             prompt=prompt,
-            features=features,
             priority=priority,
             cache_salt=cache_salt,
             lora_request=lora_request,
@@ -329,8 +320,6 @@ class Engine:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
         self.scheduler.cache.reset()
-        if self.encoding is not None:
-            self.encoding.reset()
         if self.adapters is not None:
             self.adapters.reloaded()
         for reset in self.extensions.reset:
@@ -406,6 +395,9 @@ class Engine:
         self._ended += unfit + refused
         for before in self.extensions.before_step:
             schedule = before(schedule)
+        if schedule.failed:
+            schedule, refused = self.joining.leave_out(schedule)
+            self._ended += refused
         generations = self.rows.generation.copy()
         launched = self._launch(schedule) if schedule.num_tokens else None
         result = self._collect()  # of the previous step, if it is still in flight
@@ -421,9 +413,8 @@ class Engine:
 
     def _check(self) -> None:
         check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
-        for part in (self.encoding, self.adapters):
-            if part is not None:
-                part.check()
+        if self.adapters is not None:
+            self.adapters.check()
         for check in self.extensions.check:
             check()
 
@@ -464,9 +455,6 @@ class Engine:
             shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
             adapters = adapters if shape is None else shape.adapters
             inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
-            if self.encoding is not None:
-                looks_on = self.drafting is not None and self.drafting.needs_computed
-                inputs = self.encoding.encoded(inputs, schedule, following=looks_on)
         for prepare in self.extensions.prepare_inputs:
             inputs = prepare(inputs)
         launched = self.runner.launch(inputs)

@@ -10,7 +10,6 @@ from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.lora.manager_protocol import AdapterManager
-from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.admission import (
     EngineLimits,
@@ -38,7 +37,6 @@ class InputProcessor:
     limits: EngineLimits
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    encoding: EncoderRunner | None
     adapters: AdapterManager | None
     drafts: bool
     extensions: Extensions = NO_EXTENSIONS
@@ -82,10 +80,6 @@ class InputProcessor:
                 f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
             )
         check_capacity(request, self.scheduler.cache, self.limits.max_model_len)
-        if self.encoding is not None:
-            self.encoding.validate(request)
-        elif request.features:
-            raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
         self.pipeline.validate(request)
         for validate in self.extensions.validate:
             validate(request)

@@ -19,7 +19,6 @@ from slotline.core.batch.request import Request
 from slotline.core.engine.output_processor import OutputProcessor
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.lora.manager_protocol import AdapterManager
-from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
@@ -43,7 +42,6 @@ class Recovery:
     endings: RequestFinalizer
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    encoding: EncoderRunner | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
@@ -64,8 +62,6 @@ class Recovery:
         scheduler.restore(self._queued())
         if self.gatherer.repeats is not None:
             self.gatherer.repeats.forget()
-        if self.encoding is not None:
-            self.encoding.restore()
         if self.drafting is not None:
             self.drafting.forget()
         if self.adapters is not None:

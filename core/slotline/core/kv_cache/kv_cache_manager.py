@@ -12,7 +12,6 @@ from math import gcd, lcm
 import numpy as np
 import numpy.typing as npt
 
-from slotline.core.api.multimodal_inputs import hash_extra
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import NO_LIMIT, RequestTable
@@ -44,8 +43,8 @@ class CacheGroup:
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
-        encoder_len: [max_requests] int64, the encoder's tokens that each row has blocks for, all from its first
-            step on. None if the blocks are for the sequence's own tokens.
+        fixed_len: [max_requests] int64, the keys that each row has blocks for, all from its first step on. None if the
+            blocks are for the sequence's own tokens.
         num_held: [max_requests] int64, manager blocks of each row.
         needed, freeable: [max_model_len + 1] int64, the spec's blocks for each number of tokens, and for each number of
             computed tokens. Precomputed, so that steps do not call the spec.
@@ -59,10 +58,10 @@ class CacheGroup:
         kernel_block_size: int,
         max_requests: int,
         max_model_len: int,
-        encoder_len: Int | None = None,
+        fixed_len: Int | None = None,
     ):
         self.index = index
-        self.encoder_len = encoder_len
+        self.fixed_len = fixed_len
         self.spec = spec
         self.block_size = block_size
         self.ratio = block_size // kernel_block_size
@@ -81,20 +80,20 @@ class CacheGroup:
 
     def missing(self, rows: Int, num_tokens: Int) -> Int:
         """Return the blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
-        if self.encoder_len is None:
+        if self.fixed_len is None:
             needed = self.needed[num_tokens]
         else:
-            needed = np.array([self.spec.blocks_needed(length) for length in self.encoder_len[rows].tolist()])
+            needed = np.array([self.spec.blocks_needed(length) for length in self.fixed_len[rows].tolist()])
         lacking: Int = np.maximum(needed - self.num_held[rows], 0)
         return lacking
 
     def blocks_needed(self, row: int, num_tokens: int) -> int:
         """Return the blocks in the row's table when its sequence has `num_tokens`."""
-        return self.spec.blocks_needed(num_tokens if self.encoder_len is None else int(self.encoder_len[row]))
+        return self.spec.blocks_needed(num_tokens if self.fixed_len is None else int(self.fixed_len[row]))
 
     def columns(self, longest: int, kernel_block_size: int) -> int:
         """Return the columns of the table that sequences of up to `longest` tokens need."""
-        return -(-longest // kernel_block_size) if self.encoder_len is None else self.table.shape[1]
+        return -(-longest // kernel_block_size) if self.fixed_len is None else self.table.shape[1]
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append manager blocks to the row's table."""
@@ -109,7 +108,7 @@ class CacheGroup:
 
     def extend_all(self, rows: Int, counts: Int, blocks: list[int]) -> None:
         """Call `extend` for each of `rows` [n], which are distinct, with `counts` [n] of the blocks, in order."""
-        if self.ratio > 1 or self.encoder_len is not None or (counts > 1).any():
+        if self.ratio > 1 or self.fixed_len is not None or (counts > 1).any():
             for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
                 self.extend(row, blocks[:count])
                 blocks = blocks[count:]
@@ -124,7 +123,7 @@ class CacheGroup:
 
     def _capacity(self, num_blocks: Int | int) -> Int:
         """Return the tokens that this number of a row's blocks holds."""
-        everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.encoder_len is not None)
+        everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.fixed_len is not None)
         return np.where(everything, NO_LIMIT, np.asarray(num_blocks) * self.block_size)
 
     def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -348,9 +347,9 @@ class KVCacheManager:
         for group in self.groups:
             self.pool.release(group.clear(row))
 
-    def blocks_for_one(self, num_tokens: int, encoder_len: int = 0) -> int:
+    def blocks_for_one(self, num_tokens: int, fixed_len: int = 0) -> int:
         """Return the most blocks that a request of `num_tokens` holds at a time."""
-        lengths = [num_tokens if group.encoder_len is None else encoder_len for group in self.groups]
+        lengths = [num_tokens if group.fixed_len is None else fixed_len for group in self.groups]
         pairs = zip(self.groups, lengths, strict=True)
         return sum(min(g.spec.blocks_needed(length), g.spec.max_blocks_held()) for g, length in pairs)
 
@@ -415,13 +414,13 @@ class KVCacheManager:
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
         chain, size = request.block_hashes, self.hash_block_size
-        parent, first, features = chain[-1] if chain else _root(request), len(chain) * size, request.features
+        parent, first, extra = chain[-1] if chain else _root(request), len(chain) * size, request.hash_extra
         data, width = token_ids[first : max(first, count * size)].tobytes(), size * token_ids.itemsize
         for at in range(0, len(data), width):
             content = parent + data[at : at + width]
-            if features:
+            if extra is not None:
                 start = first + at // token_ids.itemsize
-                content += hash_extra(features, start, start + size)
+                content += extra(start, start + size)
             parent = hashlib.sha256(content).digest()
             chain.append(parent)
         return chain

@@ -411,7 +411,7 @@ class LLM:
             tools=tools,
             documents=documents,
         )
-        reader = None if self.engine.encoding is None else self.engine.encoding.reader
+        reader = self._reader
         items = {} if reader is None else reader.placeholders
         cross = frozenset[str]() if reader is None else reader.cross
         prompts = [
@@ -515,6 +515,11 @@ class LLM:
         return adapter
 
     @property
+    def _reader(self) -> Any:
+        """The reader of inputs besides text, None for a model of text alone."""
+        return getattr(self.engine.extension("multimodal"), "reader", None)
+
+    @property
     def _adapters(self) -> AdapterManager:
         """Return the engine's adapters.
 
@@ -527,4 +532,4 @@ class LLM:
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
         with self.engine.plugins.naming():
-            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self.engine.encoding)
+            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)

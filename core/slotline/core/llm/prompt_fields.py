@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slotline.core.api.multimodal_inputs import refuse_items
 from slotline.core.api.prompts import PROMPT_KEYS, Prompt, as_token_ids
@@ -11,17 +11,14 @@ from slotline.registry.errors import RequestError
 from slotline.registry.plain_values import plain_number
 from slotline.registry.safe_repr import safe_repr
 
-if TYPE_CHECKING:
-    from slotline.core.model_runner.encoder_runner import EncoderRunner
 
-
-def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: EncoderRunner | None) -> dict[str, Any]:
+def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], reader: Any) -> dict[str, Any]:
     """Return the arguments of `Engine.add` for a prompt.
 
     Args:
         prompt: text, token ids or a mapping, as for `LLM.generate`.
         encode: converts a text to token ids. Called if the prompt has none.
-        encoding: reads items. None for a text-only model.
+        reader: reads items, see `PromptReader` of the extension `multimodal`. None for a text-only model.
 
     Raises:
         RequestError: if the prompt cannot be read.
@@ -41,17 +38,17 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: 
     if "prompt_token_ids" not in fields:
         fields["prompt_token_ids"] = _encoded(fields["prompt"], encode)
     data = fields.pop("multi_modal_data", None)
-    return fields | _with_items(fields["prompt_token_ids"], data, encoding) if data else fields
+    return fields | _with_items(fields["prompt_token_ids"], data, reader) if data else fields
 
 
-def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], encoding: EncoderRunner | None) -> dict[str, Any]:
+def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], reader: Any) -> dict[str, Any]:
     """Return the prompt's fields with its items in place of their placeholders."""
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data={safe_repr(data)} is no mapping", fix="give {'image': ...}")
-    if encoding is None:
+    if reader is None:
         refuse_items(data)
         return {}
-    expanded, features = encoding.reader.read(as_token_ids(token_ids), data)
+    expanded, features = reader.read(as_token_ids(token_ids), data)
     return {"prompt_token_ids": expanded, "features": features}
 
 

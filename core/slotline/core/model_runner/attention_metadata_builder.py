@@ -75,7 +75,7 @@ class AttentionMetadataBuilder:
         self._rows = rows
         self._groups = tuple(groups)
         self._kernel_block_sizes = tuple(kernel_block_sizes)
-        self._encoder_groups = tuple(i for i, group in enumerate(groups) if group.encoder_len is not None)
+        self._fixed_groups = tuple(i for i, group in enumerate(groups) if group.fixed_len is not None)
         self._last_tokens = last_tokens
         self._has_states = has_states
         self._has_uncached = has_uncached
@@ -88,9 +88,9 @@ class AttentionMetadataBuilder:
         by_token = reserved_bytes((max(max_tokens, logits),), np.int64)
         by_request = reserved_bytes((requests + 1,), np.int64)
         by_group = reserved_bytes((len(self._groups),), np.int32)
-        by_encoder = sum(
+        by_fixed = sum(
             reserved_bytes((requests * self._groups[i].table.shape[1] * self._kernel_block_sizes[i],), np.int64)
-            for i in self._encoder_groups
+            for i in self._fixed_groups
         )
         by_logits = reserved_bytes((logits,), np.int64)
         packed = reserved_bytes((logits, PACKED_WIDTH), np.int32)
@@ -102,8 +102,8 @@ class AttentionMetadataBuilder:
             feed.staging.reserve(
                 by_feed
                 + adapters * by_token
-                + (2 + 3 * self._has_states + bool(self._encoder_groups) + cuts_wanted) * by_request
-                + by_encoder
+                + (2 + 3 * self._has_states + bool(self._fixed_groups) + cuts_wanted) * by_request
+                + by_fixed
                 + 3 * by_logits
                 + bounds * (by_request + by_token)
                 + packed
@@ -123,14 +123,13 @@ class AttentionMetadataBuilder:
         positions, seq_lens = host.positions, host.seq_lens32
         if host.pending is not None:  # on a CPU an upload is a view, which the device would change
             positions, seq_lens = positions.copy(), seq_lens.copy()
-        encoder_lens = (host.encoder_lens if self._encoder_groups else host.encoder_lens[:0]).astype(np.int32)
+        fixed_lens = (host.fixed_lens if self._fixed_groups else host.fixed_lens[:0]).astype(np.int32)
         first, last = self.feeds[0].staging, self.feeds[-1].staging
         for feed in self.feeds:
             feed.staging.begin()
         input_ids = first.upload(host.input_ids)
         sent = [
-            feed.send(positions, host.slots, host.starts32, seq_lens, encoder_lens, host.prefixes)
-            for feed in self.feeds
+            feed.send(positions, host.slots, host.starts32, seq_lens, fixed_lens, host.prefixes) for feed in self.feeds
         ]
         states = self._states(host, sent[0]) if self._has_states else None
         for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
@@ -164,7 +163,7 @@ class AttentionMetadataBuilder:
                 self._kernel_block_sizes,
                 self._last_tokens.ops,
             )
-        batches = self._batches(host, sent, tables, encoder_lens, judged.mask)
+        batches = self._batches(host, sent, tables, fixed_lens, judged.mask)
         if self._has_uncached:
             batches += (_uncached(host, sent[0]),)
         return ModelInputs(
@@ -244,7 +243,7 @@ class AttentionMetadataBuilder:
         host: InputBatchCPU,
         sent: Sequence[UploadedInputs],
         tables: Sequence[Sequence[torch.Tensor]],
-        encoder_lens: Int32,
+        fixed_lens: Int32,
         tree: TreeMask | None,
     ) -> tuple[AttentionBatch, ...]:
         """Build the attention batches, by stage and cache group."""
@@ -253,7 +252,7 @@ class AttentionMetadataBuilder:
             self._of_group(
                 group,
                 there,
-                encoder_lens,
+                fixed_lens,
                 AttentionBatch(
                     num_requests=len(host.seq_lens),
                     num_tokens=host.batch_tokens,
@@ -276,15 +275,15 @@ class AttentionMetadataBuilder:
             for group, table, slot_mapping in zip(feed.cache_groups, taken, there.slot_mappings, strict=True)
         )
 
-    def _of_group(self, group: int, sent: UploadedInputs, encoder_lens: Int32, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch as the cache group sees it: with all keys of an encoder if the group holds those."""
-        if group not in self._encoder_groups:
+    def _of_group(self, group: int, sent: UploadedInputs, fixed_lens: Int32, batch: AttentionBatch) -> AttentionBatch:
+        """Return the batch as the cache group sees it: with the fixed number of keys if the group has one."""
+        if group not in self._fixed_groups:
             return batch
         return evolve(
             batch,
-            max_seq_len=int(encoder_lens.max(initial=0)),
-            seq_lens=sent.encoder_lens,
-            seq_lens_cpu=encoder_lens,
+            max_seq_len=int(fixed_lens.max(initial=0)),
+            seq_lens=sent.fixed_lens,
+            seq_lens_cpu=fixed_lens,
             causal=False,
             tree=None,
         )

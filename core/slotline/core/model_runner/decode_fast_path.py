@@ -204,11 +204,11 @@ def repeats_for(
 
     `staging` uploads the steps that do not repeat. Return None without async scheduling, with drafts (the host then
     knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices, and if
-    layers read an encoder's output.
+    a cache group has keys that do not come from a request's tokens.
     """
     if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
         return None
-    if any(group.encoder_len is not None for group in groups) or not isinstance(tables, DeviceTables):
+    if any(group.fixed_len is not None for group in groups) or not isinstance(tables, DeviceTables):
         return None
     if not has_triton():
         return None

@@ -20,7 +20,7 @@ Int32 = npt.NDArray[np.int32]
 class UploadedInputs(NamedTuple):
     """Tensors of one step on a device, with `slot_mappings` by cache group of the device.
 
-    `encoder_lens` are [num_requests] int32, empty if nothing of an encoder is read. `common_prefixes` are
+    `fixed_lens` are [num_requests] int32, empty if no group has a fixed number of keys. `common_prefixes` are
     [num_cache_groups] int32, of all cache groups, empty if no group has one.
     """
 
@@ -28,7 +28,7 @@ class UploadedInputs(NamedTuple):
     slot_mappings: list[torch.Tensor]
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    encoder_lens: torch.Tensor
+    fixed_lens: torch.Tensor
     common_prefixes: torch.Tensor
 
 
@@ -52,7 +52,7 @@ class DeviceInputs:
         slots: list[Int],
         starts: Int32,
         seq_lens: Int32,
-        encoder_lens: Int32,
+        fixed_lens: Int32,
         prefixes: Sequence[int],
     ) -> UploadedInputs:
         """Upload the inputs of attention except block tables. `slots` and `prefixes` are by cache group.
@@ -66,6 +66,6 @@ class DeviceInputs:
             [upload(slots[i]) for i in self.cache_groups],
             upload(starts),
             upload(seq_lens),
-            upload(encoder_lens),
+            upload(fixed_lens),
             upload(np.asarray(prefixes if any(prefixes) else (), np.int32)),
         )

@@ -44,7 +44,7 @@ class InputPreparer:
         has_states: bool = False,
         lora_slots: int = 0,
         has_uncached: bool = False,
-        max_encoder_len: int = 0,
+        max_fixed_len: int = 0,
         cuts_wanted: bool = False,
         repeats: DecodeFastPath | None = None,
         extensions: Extensions = NO_EXTENSIONS,
@@ -55,10 +55,10 @@ class InputPreparer:
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
         self.lora_slots = lora_slots
-        self.max_encoder_len = max_encoder_len
+        self.max_fixed_len = max_fixed_len
         self.cuts_wanted = cuts_wanted
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
-        most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_encoder_len)
+        most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_fixed_len)
         self._arange = np.arange(most, dtype=np.int64)
         self.assembler = AttentionMetadataBuilder(
             rows,
@@ -106,8 +106,8 @@ class InputPreparer:
         places = positions  # in the cache, as nodes of a tree share positions but not places
         slots = [
             self._slots(g, k, token_rows, places)
-            if g.encoder_len is None
-            else self._encoder_slots(g, k, rows[computed == 0], g.encoder_len)
+            if g.fixed_len is None
+            else self._fixed_slots(g, k, rows[computed == 0], g.fixed_len)
             for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
         num_nodes = None
@@ -122,7 +122,7 @@ class InputPreparer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
-            encoder_lens=self.rows.encoder_len[rows],
+            fixed_lens=self.rows.fixed_len[rows],
             input_ids=self.rows.token_ids[token_rows, places].astype(np.int64),
             positions=positions,
             slots=slots,
@@ -166,13 +166,13 @@ class InputPreparer:
             shape, prefixes: as in `gather`.
             adapters: use of adapters by the tokens: the first slot, or one slot after the other. The slots may hold
                 anything.
-            beginning: whether all requests begin, so that cross-attention is given the most possible keys.
+            beginning: whether all requests begin, so that groups with a fixed number of keys store the most possible.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
         seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
         rows = np.zeros(len(counts), np.int64)
-        num_keys = len(counts) * self.max_encoder_len if beginning else 0
+        num_keys = len(counts) * self.max_fixed_len if beginning else 0
         mixed = shape is not None and shape.num_requests > 0
         used_slots = 1 if adapters == AdapterUse.ONE else self.lora_slots
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
@@ -183,10 +183,10 @@ class InputPreparer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
-            encoder_lens=np.full(len(counts), self.max_encoder_len),
+            fixed_lens=np.full(len(counts), self.max_fixed_len),
             input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
             positions=positions,
-            slots=[np.full(num_tokens if g.encoder_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
+            slots=[np.full(num_tokens if g.fixed_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
             draft_nodes=None,
@@ -222,8 +222,8 @@ class InputPreparer:
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
 
-    def _encoder_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, encoder_len: Int) -> Int:
-        """Return the slots of all the encoder's tokens of `rows`, which begin in this step."""
-        counts = encoder_len[rows]
+    def _fixed_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, fixed_len: Int) -> Int:
+        """Return the slots of the fixed number of keys of `rows`, which begin in this step."""
+        counts = fixed_len[rows]
         token_rows, places, _ = self._expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
         return self._slots(group, kernel_block_size, token_rows, places)

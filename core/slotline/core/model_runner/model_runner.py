@@ -36,7 +36,7 @@ from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.sampler import sample_checked
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.core.speculation.verification import reject, standing
-from slotline.registry.contracts import Model, MultimodalModel, TokenSampler
+from slotline.registry.contracts import Model, TokenSampler
 
 Int = npt.NDArray[np.int64]
 NONE_SPOILED: frozenset[int] = frozenset()
@@ -111,7 +111,7 @@ class ModelRunner:
         self.plain_draws = plain_draws
         self.extensions = extensions
         self._compute: ForwardPass = self._compute_whole
-        for wrap in extensions.wrap_forward:
+        for wrap in reversed(extensions.wrap_forward):  # the first sees a step first
             self._compute = wrap(self, self._compute)
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
@@ -285,17 +285,12 @@ class ModelRunner:
         states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advancing}
         if self.taps is not None:
             states["tap"] = self.taps
-        if inputs.encoder_states is not None:
-            states["encoder_states"] = inputs.encoder_states
         if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
         for arguments in self.extensions.forward_kwargs:
             states.update(arguments(inputs))
-        if inputs.embeds is None:
-            return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
-        model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
-        embeds = inputs.embeds.merged(model.embed, token_ids)
-        return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
+        embeds = () if inputs.embeds is None else (inputs.embeds,)
+        return self.model.forward(token_ids, inputs.positions, attend, wanted, *embeds, **states)
 
     def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
         """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""

@@ -64,7 +64,7 @@ def subtract_rejected(
 
     The forward pass waits for it.
     """
-    read = [i for i, group in enumerate(groups) if group.encoder_len is None]
+    read = [i for i, group in enumerate(groups) if group.fixed_len is None]
     of_groups = [(tables[i], sent.slot_mappings[i], kernel_block_sizes[i]) for i in read]
     accepted = None if states is None else states.num_accepted
     (ops or TorchOps()).subtract_rejected(

@@ -149,7 +149,7 @@ def check_capacity(request: Request, cache: KVCacheManager, max_model_len: int) 
     """
     length = len(request.prompt_token_ids)
     tokens = min(length + (request.params.max_tokens or max_model_len), max_model_len)
-    needed, usable = cache.blocks_for_one(tokens, request.encoder_len), cache.pool.num_blocks - 1
+    needed, usable = cache.blocks_for_one(tokens, request.fixed_len), cache.pool.num_blocks - 1
     if needed > usable:
         raise RequestError(
             f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; "

@@ -1,4 +1,4 @@
-"""The integrity checker: rows, blocks, encoder outputs and references must agree.
+"""The integrity checker: rows, blocks and references must agree.
 
 Tests run it after every step, and the engine can run it too.
 """
@@ -50,10 +50,6 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
                 f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
             )
     scheduler.cache.check(rows)
-    if scheduler.encoder_cache is not None:
-        scheduler.encoder_cache.check()
-        for request in scheduler.running:
-            scheduler.encoder_cache.check_request(request, int(rows.num_computed_tokens[request.row]))
 
 
 def _check_progress(scheduler: Scheduler, in_flight: set[int]) -> None:

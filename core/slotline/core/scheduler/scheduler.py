@@ -19,7 +19,6 @@ from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.kv_cache.encoder_cache import EncoderCache
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.scheduler.request_queue import RequestQueue
@@ -48,7 +47,6 @@ class Scheduler:
         max_batched_tokens: int,
         chunked_prefill: bool = True,
         default_seed: int = 0,
-        encoder_cache: EncoderCache | None = None,
         lookahead: int = 0,
         adapters: AdapterManager | None = None,
         extensions: Extensions = NO_EXTENSIONS,
@@ -58,7 +56,6 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.default_seed = default_seed
-        self.encoder_cache = encoder_cache
         self.lookahead = lookahead
         self.adapters = adapters
         self.extensions = extensions
@@ -95,7 +92,7 @@ class Scheduler:
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
         if self._failed:
             schedule = evolve(schedule, failed=tuple(self._failed))
-        return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
+        return schedule
 
     def remove(self, request: Request) -> None:
         """Take a request out, whether it runs or waits, and give back its row and blocks."""
@@ -196,8 +193,7 @@ class Scheduler:
     def _wanted(self, rows: Int, most: Int | None) -> Int:
         """Return the wanted tokens of each running row in this step.
 
-        These are the tokens left to compute, `most` at most, cut at the end of the budget and before items that cannot
-        be encoded in this step.
+        These are the tokens left to compute, `most` at most, cut by extensions and at the end of the budget.
         """
         known = self.rows.num_tokens[rows]
         left = known - self.rows.num_computed_tokens[rows]
@@ -208,12 +204,10 @@ class Scheduler:
                 self.rows.num_drafts[rows] = 0  # every decode goes before any guess
             else:
                 left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
-        for limit in self.extensions.limit_tokens:
-            left = limit(rows, left)
         if most is not None:
             left = np.minimum(left, most)  # the rows' blocks hold no more
-        if self.encoder_cache is not None:
-            left = self._before_unencoded(self.encoder_cache, rows, left)
+        for limit in self.extensions.limit_tokens:
+            left = limit(rows, left)
         left = self._up_to_checkpoints(rows, left)
         if int(left.sum()) <= self.max_batched_tokens:
             return left
@@ -225,29 +219,6 @@ class Scheduler:
         if self.cache.checkpoints is None:
             return counts
         return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
-
-    def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
-        """Return `left`, cut in each row before the first item that cannot be encoded in this step."""
-        computed, left = self.rows.num_computed_tokens[rows], left.copy()
-        for position in np.flatnonzero(self.rows.next_feature[rows] < computed + left).tolist():
-            budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
-            count = min(int(left[position]), budget)
-            left[position] = encoder_cache.reach(self.running[position], int(computed[position]), count)
-            self.rows.find_next_feature(int(rows[position]))
-        return left
-
-    def _with_features(self, schedule: SchedulerOutput, encoder_cache: EncoderCache) -> SchedulerOutput:
-        """Add the items to encode, and the items that the step's tokens touch."""
-        firsts, ends = schedule.num_computed, schedule.num_computed + schedule.num_scheduled
-        touching = np.flatnonzero(self.rows.next_feature[schedule.rows] < ends).tolist()
-        features = tuple(
-            (int(schedule.rows[i]), feature)
-            for i in touching
-            for feature in self.rows.request(int(schedule.rows[i])).features
-            if feature.start < ends[i] and feature.end > firsts[i]
-        )
-        encode, dropped = encoder_cache.take()
-        return evolve(schedule, encode=encode, dropped=dropped, features=features)
 
     def _preempt(self) -> list[Request]:
         """Preempt the last running request, and those that are linked with it."""
@@ -326,8 +297,8 @@ class Scheduler:
         """Leave out a request that cannot be admitted. `acquired` says whether it holds a slot for its adapter."""
         self._waiting.remove(request)
         self._failed.append((request, error))
-        if request.row < 0 and self.encoder_cache is not None:
-            self.encoder_cache.release(request)
+        if request.row < 0:
+            self._unschedule(request)
         if request.row < 0 and acquired and self.adapters is not None:
             self.adapters.release(request)
 
@@ -352,15 +323,9 @@ class Scheduler:
             if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
                 return None
             count = budget
-        for limit in self.extensions.limit_prompt:
-            if (limited := limit(request, hit, count)) is None:
-                return None
-            count = limited
-        if request.features and self.encoder_cache is not None:
-            whole, count = count, self.encoder_cache.reach(request, hit, count)
-            if count == 0 or (count < whole and not self.chunked_prefill):
-                self.encoder_cache.release(request)
-                return None
+        if (limited := self._limited(request, hit, count)) is None:
+            return None
+        count = limited
         fresh = request.row < 0
         row = self.rows.admit(request, self._seed(request)) if fresh else request.row
         checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
@@ -372,17 +337,24 @@ class Scheduler:
         if not admit(ahead) and not admit(hit + count):
             if fresh:
                 self.rows.release(request)
-            if self.encoder_cache is not None:
-                self.encoder_cache.release(request)
+            self._unschedule(request)
             return None
         if checkpoints is not None:
             checkpoints.begin(row, units, hit)
         self.rows.num_computed_tokens[row] = hit
-        self.rows.find_next_feature(row)
         if request.status is Status.WAITING:
             request.metrics.num_cached_tokens = hit
             request.metrics.num_loaded_tokens = self.cache.tokens_to_fill(prefix)
         request.status = Status.RUNNING
+        return count
+
+    def _limited(self, request: Request, computed: int, count: int) -> int | None:
+        """Return the tokens that extensions let a waiting request compute of `count`. Return None if it has to wait."""
+        for limit in self.extensions.limit_prompt:
+            if (limited := limit(request, computed, count)) is None:
+                self._unschedule(request)
+                return None
+            count = limited
         return count
 
     def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
@@ -434,9 +406,10 @@ class Scheduler:
         request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:
-        """Give back the request's blocks and encoder outputs."""
+        """Give back the request's blocks, and what extensions took for its steps."""
         self.cache.release(request.row)
-        if self.encoder_cache is not None:
-            self.encoder_cache.release(request)
+        self._unschedule(request)
+
+    def _unschedule(self, request: Request) -> None:
         for unschedule in self.extensions.unschedule:
             unschedule(request)

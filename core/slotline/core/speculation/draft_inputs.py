@@ -77,8 +77,9 @@ def computed_tokens(
     inputs = states.inputs
     starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
     next_embeds = None
-    if inputs.following is not None and embed is not None:
-        next_embeds = inputs.following.merged(embed, following)
+    shown = inputs.extras.get("multimodal") if embed is not None else None
+    if shown is not None and (ahead := shown.following()) is not None:
+        next_embeds = ahead.merged(embed, following)
     return ComputedTokens(
         rows=torch.from_numpy(inputs.rows.copy()),
         query_start_loc=torch.from_numpy(starts.astype(np.int64)),

@@ -27,7 +27,7 @@ def refuse_companion(request: Request, asked: str, max_requests: int, *, drafts:
         raise RequestError(
             f"{asked} beside a drafter, which proposes for each prompt alone", fix='set drafter.name = "none"'
         )
-    if request.features:
+    if request.inputs.get("features"):
         raise RequestError(f"{asked} with multi_modal_data", fix="give a prompt of text alone")
     if not chunked_prefill:
         raise RequestError(

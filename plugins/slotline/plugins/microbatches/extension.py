@@ -11,7 +11,7 @@ from slotline.core.builder.parts import Parts
 from slotline.core.model_runner.attention_dispatcher import StepPlans
 from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, ModelRunner
 from slotline.plugins.microbatches.pieces import Microbatches, cut, places_in
-from slotline.registry.contracts import ExtensionContext, MultimodalModel
+from slotline.registry.contracts import ExtensionContext
 
 
 class MicrobatchesExtension:
@@ -52,14 +52,11 @@ def _in_pieces(runner: ModelRunner, inputs: ModelInputs, pieces: Sequence[slice]
 def _run(
     runner: ModelRunner, inputs: ModelInputs, pieces: Sequence[slice], plans: Sequence[StepPlans], *, whole: bool
 ) -> torch.Tensor:
-    token_ids, hidden, embeds = runner.token_ids(inputs), [], None
-    if inputs.embeds is not None:
-        model: MultimodalModel = runner.model  # type: ignore[assignment]  # or no prompt would have had any
-        embeds = inputs.embeds.merged(model.embed, token_ids)
+    token_ids, hidden = runner.token_ids(inputs), []
     for piece, own in zip(pieces, plans, strict=True):
         there = places_in(inputs.logits_indices_cpu, piece)
         wanted = None if whole else inputs.logits_indices[there] - piece.start
-        some = () if embeds is None else (embeds[piece],)
+        some = () if inputs.embeds is None else (inputs.embeds[piece],)
         attend = runner.router.under(own)
         hidden.append(runner.model.forward(token_ids[piece], inputs.positions[piece], attend, wanted, *some))
     return torch.cat(hidden)

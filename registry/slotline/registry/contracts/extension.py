@@ -42,7 +42,14 @@ FEATURES = (
 )
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
-CARRIED: tuple[str, ...] = ("context_shards", "guidance", "kv_transfer", "microbatches", "structured_output")
+CARRIED: tuple[str, ...] = (
+    "context_shards",
+    "guidance",
+    "kv_transfer",
+    "microbatches",
+    "multimodal",
+    "structured_output",
+)
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
 
 METHODS = (
@@ -85,6 +92,7 @@ FEATURE_METHODS = (
     "staging_bytes",
     "capture_kwargs",
     "wrap_forward",
+    "profile",
     "launched",
     "begin_logits",
     "wants_all_hidden",
@@ -189,6 +197,8 @@ class StepExtension(Protocol):
     def limit_tokens(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the most tokens that each running request may compute in this step.
 
+        The last extension is asked first, so that an early one sees what the others leave.
+
         Args:
             rows: [n] int64, rows of the running requests in scheduling order.
             counts: [n] int64, tokens that each has left to compute, drafts included.
@@ -199,7 +209,10 @@ class StepExtension(Protocol):
         ...
 
     def before_step(self, scheduled: Any) -> Any:
-        """Return the step to run: the given `SchedulerOutput`, or one without some of its rows."""
+        """Return the step to run: the given `SchedulerOutput`, or one without some of its rows.
+
+        Requests that it adds to `failed`, each with its error, end before the step runs.
+        """
         ...
 
     def prepare_inputs(self, inputs: Any) -> Any:
@@ -310,7 +323,7 @@ class FeatureExtension(StepExtension, Protocol):
     def limit_prompt(self, request: Any, computed: int, count: int) -> int | None:
         """Return the tokens of a waiting request's first step, at most `count`, after `computed` cached ones.
 
-        None lets it wait. 0 admits it without any work in this step.
+        None lets it wait. 0 admits it without any work in this step. The last extension is asked first.
         """
         ...
 
@@ -326,7 +339,10 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def unschedule(self, request: Any) -> None:
-        """Forget what was taken for a request's steps. It lost its blocks, by preemption or since it ended."""
+        """Forget what was taken for a request's steps.
+
+        It lost its blocks, by preemption or since it ended, or it was not admitted and has none.
+        """
         ...
 
     def find_blocks(self, request: Any, group: int, hashes: Sequence[bytes]) -> Collection[bytes]:
@@ -389,9 +405,21 @@ class FeatureExtension(StepExtension, Protocol):
     def wrap_forward(self, runner: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that plans and runs a step's forward pass in place of `forward`. Called once.
 
+        The function of the first extension calls that of the second, and so on.
+
         Args:
             runner: `slotline.core.model_runner.model_runner.ModelRunner`.
             forward: a `ForwardPass` of that module, as the function to return.
+        """
+        ...
+
+    def profile(self) -> Any:
+        """Run the largest work of the extension beside forward passes, while the memory of a step is measured.
+
+        Called once, on a device that works on its own, before there is a cache.
+
+        Returns:
+            What may be allocated at the same time as the largest step, for the caller to hold while it runs that.
         """
         ...
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from core_cases import Bench, request
 
-from slotline.core.api.multimodal_inputs import Feature, hash_extra
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
 from slotline.core.batch.request import Status
-from slotline.core.kv_cache.encoder_cache import EncoderCache
-from slotline.core.scheduler.integrity import check_integrity
+from slotline.plugins.multimodal.encoder_cache import EncoderCache
+from slotline.plugins.multimodal.features import Feature, hash_extra
 from slotline.registry.errors import IntegrityError
 
 
@@ -40,15 +39,15 @@ def cache_of(made: Bench) -> EncoderCache:
 def test_a_step_encodes_only_the_items_that_it_touches_in_order() -> None:
     made = bench(max_batched_tokens=6)
     made.add("a", 14, features=(feature(1, 2), feature(2, 8)))
-    assert [names(made.step().encode) for _ in range(3)] == [[1], [2], []]
+    assert [names(made.encode().encode) for _ in range(3)] == [[1], [2], []]
 
 
 def test_a_chunk_ends_before_an_item_that_the_step_has_no_room_to_encode() -> None:
     made = bench(capacity=8, per_step=4)
     made.add("a", 14, features=(feature(1, 2), feature(2, 8)))
-    steps = [made.step() for _ in range(2)]
-    assert [step.num_scheduled.tolist() for step in steps] == [[8], [6]]
-    assert [names(step.encode) for step in steps] == [[1], [2]]
+    steps = [(made.step(), made.taken) for _ in range(2)]
+    assert [step.num_scheduled.tolist() for step, _ in steps] == [[8], [6]]
+    assert [names(items.encode) for _, items in steps] == [[1], [2]]
 
 
 @pytest.mark.behaviour(32)
@@ -56,13 +55,13 @@ def test_an_item_is_dropped_when_its_room_is_needed_and_no_sooner() -> None:
     made = bench(capacity=8)
     made.add("a", 6, features=(feature(1, 0),), max_tokens=1)
     made.add("b", 6, features=(feature(2, 0),), max_tokens=1)
-    first = made.step()
+    first = made.encode()
     assert (names(first.encode), first.dropped) == ([1, 2], ())
     assert cache_of(made).num_used == 8  # kept, though nobody holds them: others may show the same
     made.add("c", 6, features=(feature(2, 0),), max_tokens=1)
-    assert made.step().encode == ()
+    assert made.encode().encode == ()
     made.add("d", 6, features=(feature(3, 0),), max_tokens=1)
-    third = made.step()
+    third = made.encode()
     assert (names(third.encode), third.dropped) == ([3], (f"{1:064x}",))
 
 
@@ -74,7 +73,7 @@ def test_a_request_waits_while_others_hold_all_room_and_the_step_goes_on() -> No
     second = made.step()
     assert made.names(second) == ["b", "a"]  # b's first token alone, before its item
     assert second.num_scheduled.tolist() == [1, 4]
-    assert names(second.encode) == []
+    assert names(made.taken.encode) == []
     for _ in range(12):
         made.step()
     assert not made.scheduler.running
@@ -114,7 +113,7 @@ def test_a_request_that_the_budget_leaves_nothing_for_has_nothing_encoded() -> N
     for _ in range(8):  # as if more of it were known
         made.rows.append(np.array([first.row]), np.array([7], np.int32))
     step = made.step()
-    assert (made.names(step), step.encode) == (["a"], ())
+    assert (made.names(step), made.taken.encode) == (["a"], ())
 
 
 def test_room_that_a_preemption_frees_gives_no_request_more_tokens_than_blocks() -> None:
@@ -136,7 +135,7 @@ def test_room_that_a_preemption_frees_gives_no_request_more_tokens_than_blocks()
 def test_an_item_that_was_to_be_encoded_for_an_aborted_request_alone_is_not() -> None:
     cache = EncoderCache(8, 8)
     one, other = request("a", [1] * 9), request("b", [1] * 9)
-    one.features = other.features = (feature(1, 0),)
+    one.inputs["features"] = other.inputs["features"] = (feature(1, 0),)
     assert cache.reach(one, 0, 9) == 9
     cache.release(one)
     assert cache.take() == ((), ())
@@ -184,11 +183,11 @@ def test_random_requests_with_items_all_end_and_nothing_is_left(seed: int) -> No
             starts = sorted(rng.sample([1, 5, 10, 14], rng.randint(0, 3)))
             items = tuple(feature(rng.randint(1, 5), start) for start in starts)
             made.add(f"r{left}", rng.randint(19, 22), features=items, max_tokens=rng.randint(1, 6))
-        step = made.step()
-        assert sum(one.size for one in step.encode) <= cache_of(made).max_tokens_per_step
+        made.step()
+        assert sum(one.size for one in made.taken.encode) <= cache_of(made).max_tokens_per_step
         if made.scheduler.running and rng.random() < 0.03:
             made.scheduler.remove(rng.choice(made.scheduler.running))
-            check_integrity(made.scheduler)
+            made.check()
         if not (left or made.scheduler.running or made.scheduler.num_waiting):
             break
     assert queued == 30
@@ -220,7 +219,7 @@ def test_the_integrity_checker_sees_a_broken_rule(breaking: Any, message: str) -
     made.step()  # two of the item's tokens are computed
     breaking(made)
     with pytest.raises(IntegrityError, match=message):
-        check_integrity(made.scheduler)
+        made.check()
 
 
 def test_the_integrity_checker_sees_a_request_that_keeps_its_items_after_it_lost_its_blocks() -> None:
@@ -233,4 +232,4 @@ def test_the_integrity_checker_sees_a_request_that_keeps_its_items_after_it_lost
     cache_of(made)._entries[features[0].mm_hash].holders = 1
     cache_of(made)._idle.clear()
     with pytest.raises(IntegrityError, match="is preempted and holds 1 encoder outputs"):
-        check_integrity(made.scheduler)
+        made.check()

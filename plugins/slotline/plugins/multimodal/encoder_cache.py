@@ -1,7 +1,7 @@
 """Encoder cache: tracks which items are encoded, which requests hold them, and which are dropped.
 
-This is the scheduler's part. It counts and holds no tensors. `Encoding` keeps the tensors and drops those that a
-schedule names. Entries are found by the hash of their item, so that requests share them. A request holds an entry from
+This is the scheduler's part. It counts and holds no tensors. `EncoderRunner` keeps the tensors and drops those that a
+step names. Entries are found by the hash of their item, so that requests share them. A request holds an entry from
 the step that first reaches its span until the step after the one that computed the span's end. An entry without holders
 stays until its room is needed. The least recently released entry is dropped first.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from attrs import define
 
-from slotline.core.api.multimodal_inputs import Feature
 from slotline.core.batch.request import Request, Status
+from slotline.plugins.multimodal.features import Feature, features_of
 from slotline.registry.errors import IntegrityError
 
 
@@ -60,7 +60,7 @@ class EncoderCache:
         tokens need and releases those that the request has passed.
         """
         self._pass(request, num_computed)
-        for index, feature in enumerate(request.features):
+        for index, feature in enumerate(features_of(request)):
             if feature.start >= num_computed + count:
                 break
             if feature.end > num_computed and not self._hold(request, index, feature):
@@ -118,7 +118,7 @@ class EncoderCache:
     def check_request(self, request: Request, num_computed: int) -> None:
         """Raise IntegrityError unless a running request holds each item whose span it has partly computed."""
         held = self._held.get(request, {})
-        for index, feature in enumerate(request.features):
+        for index, feature in enumerate(features_of(request)):
             if feature.start < num_computed < feature.end and index not in held:
                 raise IntegrityError(
                     f"request {request.request_id!r} computed {num_computed} tokens and does not hold item {index}, "

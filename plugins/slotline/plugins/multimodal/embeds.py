@@ -1,0 +1,43 @@
+"""Embeddings of a step's items: where they go, and what cross-attention stores of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+
+
+@frozen(eq=False)
+class Embeds:
+    """Embeddings that replace those of some of a step's tokens.
+
+    Attributes:
+        index: [n] int64 on the device, which of the step's tokens.
+        values: [n, hidden_size] in the model's dtype.
+    """
+
+    index: torch.Tensor
+    values: torch.Tensor
+
+    def merged(self, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of a step with these values in their places."""
+        return embed(input_ids).index_copy_(0, self.index, self.values)
+
+
+@frozen(eq=False)
+class StepEmbeds:
+    """Embeddings of a step, in `ModelInputs.extras`.
+
+    Attributes:
+        embeds: of its own tokens. None if they take none.
+        states: [n, hidden_size], the encoder outputs whose keys cross-attention stores in this step, in batch order.
+            None for none.
+        following: returns those of the tokens that follow its tokens, for drafters that look one token ahead. None if
+            they take none. The token after a request's last token of the step is among them if it belongs to an item
+            of the step.
+    """
+
+    embeds: Embeds | None
+    states: torch.Tensor | None
+    following: Callable[[], Embeds | None]

@@ -1,0 +1,128 @@
+"""Encoding a step's items and finding the places of their embeddings among its tokens.
+
+The device's side of the encoder cache: it keeps the tensors, and encodes and drops the items that a step names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence, Set
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
+
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.plugins.multimodal.embeds import Embeds, StepEmbeds
+from slotline.plugins.multimodal.features import Feature, num_embeddings
+from slotline.plugins.multimodal.item_scheduler import StepItems
+from slotline.registry.contracts import MultimodalModel
+from slotline.registry.errors import IntegrityError, ModelError
+
+Int = npt.NDArray[np.int64]
+Taken = Sequence[tuple[int, Feature, torch.Tensor]]
+"""Items of a step, each with its row and its embeddings."""
+logger = logging.getLogger("slotline")
+
+
+@define(eq=False)
+class EncoderRunner:
+    """Encoder runs and embeddings for inputs besides text.
+
+    Attributes:
+        model: encodes items.
+        device: torch device string.
+        outputs: embeddings [n, hidden_size] by the hash of their item.
+    """
+
+    model: MultimodalModel
+    device: str
+    outputs: dict[str, torch.Tensor] = field(factory=dict)
+
+    @torch.inference_mode()
+    def run(self, items: StepItems) -> dict[str, Exception]:
+        """Drop and encode the items of a step. Return, by hash, the errors of items that could not be encoded."""
+        for mm_hash in items.dropped:
+            del self.outputs[mm_hash]
+        failed: dict[str, Exception] = {}
+        for modality, group in groupby(items.encode, key=lambda feature: feature.modality):
+            features = list(group)
+            try:
+                self._encode(modality, features)
+            except Exception:  # one of them may be at fault, and the others not
+                for feature in features:
+                    try:
+                        self._encode(modality, [feature])
+                    except Exception as error:
+                        logger.exception("an item of modality %r could not be encoded", modality)
+                        failed[feature.mm_hash] = error
+        return failed
+
+    def of_step(self, inputs: ModelInputs, features: Sequence[tuple[int, Feature]]) -> StepEmbeds:
+        """Return what was encoded for a step, whose items are `features`, each with its row."""
+        there = set(inputs.rows.tolist())
+        items = [(row, feature, self.outputs[feature.mm_hash]) for row, feature in features if row in there]
+        crossing = [output for _, feature, output in items if feature.cross]
+        states = torch.cat(crossing) if crossing else None
+        return StepEmbeds(self.embeds(inputs, items), states, partial(self.embeds, inputs, items, shift=1))
+
+    def embeds(self, inputs: ModelInputs, items: Taken, shift: int = 0) -> Embeds | None:
+        """Return the embeddings that the tokens `shift` places after a step's tokens take. None if they take none."""
+        found = list(_overlaps(inputs, items, shift))
+        if not found:
+            return None
+        index, values = zip(*found, strict=True)
+        return Embeds(torch.from_numpy(np.concatenate(index)).to(self.device, non_blocking=True), torch.cat(values))
+
+    def made_up_states(self, count: int) -> torch.Tensor:
+        """Make up `count` states [count, hidden_size] for cross-attention."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self.model.embed(token).new_zeros((count, self.model.facts.hidden_size))
+
+    @torch.inference_mode()
+    def profile(self, capacity: int, max_tokens_per_step: int) -> torch.Tensor:
+        """Encode as many example items as a step of `max_tokens_per_step` embeddings may.
+
+        Returns:
+            Memory as large as a full cache of `capacity` embeddings, for the caller to hold while it measures.
+        """
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        held = self.model.embed(token).new_empty((capacity, self.model.facts.hidden_size))
+        for modality in self.model.facts.modalities:
+            example = self.model.example(modality.name)
+            count = max(1, max_tokens_per_step // num_embeddings(example, modality))
+            self.model.encode(modality.name, [example.inputs] * count)
+        return held
+
+    def check(self, hashes: Set[str]) -> None:
+        """Raise IntegrityError unless the kept embeddings are those of `hashes`, which the cache counts."""
+        if differ := self.outputs.keys() ^ hashes:
+            raise IntegrityError(f"encoder outputs and their cache differ on {sorted(differ)[0][:12]}")
+
+    def _encode(self, modality: str, features: list[Feature]) -> None:
+        outputs = self.model.encode(modality, [feature.inputs for feature in features])
+        found, wanted = [len(output) for output in outputs], [feature.size for feature in features]
+        if found != wanted:
+            raise ModelError(
+                f"the model encoded {len(wanted)} items of modality {modality!r} to {found} embeddings, not {wanted}",
+                fix="tell the author of the model family",
+            )
+        self.outputs |= {feature.mm_hash: output for feature, output in zip(features, outputs, strict=True)}
+
+
+def _overlaps(inputs: ModelInputs, items: Taken, shift: int) -> Iterator[tuple[Int, torch.Tensor]]:
+    """Yield, for each item of a step, the tokens `shift` places before its embeddings, and the embeddings."""
+    counts = inputs.num_scheduled
+    computed = inputs.seq_lens_cpu[: len(counts)] - counts
+    offsets = np.cumsum(counts) - counts - computed
+    place = {row: i for i, row in enumerate(inputs.rows.tolist())}
+    for row, feature, output in items:
+        if feature.cross:
+            continue
+        i = place[row]
+        first = int(computed[i]) + shift
+        low, high = np.searchsorted(feature.positions, [first, first + int(counts[i])])
+        yield feature.positions[low:high] - shift + offsets[i], output[low:high]
