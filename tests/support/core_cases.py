@@ -128,7 +128,7 @@ class Bench:
         """Schedule, pretend to compute, append a token to each complete row; what is too long leaves."""
         schedule = self.scheduler.schedule()
         if self.items is not None:
-            self.taken = self.items.take(schedule)
+            schedule, self.taken = self.items.take(schedule)
         rows = self.rows
         rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         self.cache.commit(rows, schedule.rows, rows.num_computed_tokens[schedule.rows])

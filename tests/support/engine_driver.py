@@ -41,11 +41,12 @@ def recorded(llm: LLM) -> Iterator[list[SchedulerOutput]]:
 def recorded_items(llm: LLM) -> Iterator[list[StepItems]]:
     """The items of every step that runs inside."""
     scheduler, seen = llm.engine.extension("multimodal").items, list[StepItems]()
-    original: Callable[[SchedulerOutput], StepItems] = scheduler.take
+    original: Callable[[SchedulerOutput], tuple[SchedulerOutput, StepItems]] = scheduler.take
 
-    def take(schedule: SchedulerOutput) -> StepItems:
-        seen.append(original(schedule))
-        return seen[-1]
+    def take(schedule: SchedulerOutput) -> tuple[SchedulerOutput, StepItems]:
+        schedule, items = original(schedule)
+        seen.append(items)
+        return schedule, items
 
     scheduler.take = take
     try:

@@ -120,7 +120,7 @@ class DraftGraphs:
 
     def observes(self, states: ComputedStates) -> bool:
         """Return True if the drafter's observation of this step is captured."""
-        return states.inputs.shape in self._observations and states.inputs.following is None
+        return states.inputs.shape in self._observations
 
     def observe(self, states: ComputedStates, computed: ComputedTokens) -> tuple[torch.Tensor, ...]:
         """Show the drafter a captured step. The next replay overwrites the result."""

@@ -85,13 +85,11 @@ class MultimodalExtension:
 
     def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Encode the items of a step. Requests whose items cannot be encoded fail and are left out."""
-        items = self.items.take(scheduled)
+        scheduled, items = self.items.take(scheduled)
         with self._profiler.scope("encode"):
             failed = self.encoder.run(items)
         self._features = items.features
-        if failed:
-            scheduled = self._without(scheduled, failed)
-        return evolve(scheduled, eager=True) if self._features else scheduled
+        return self._without(scheduled, failed) if failed else scheduled
 
     def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
         """Return a step's inputs with what was encoded for them."""
@@ -147,7 +145,8 @@ class MultimodalExtension:
             self.cache.release(request)
         self.cache.forget(failed)
         self._features = tuple(one for one in self._features if one[0] not in lost)
-        return evolve(scheduled.without(list(lost)), failed=(*scheduled.failed, *requests))
+        rest = scheduled.without(list(lost))
+        return evolve(rest, failed=(*rest.failed, *requests), eager=bool(self._features))
 
 
 class CrossAttentionExtension(MultimodalExtension):

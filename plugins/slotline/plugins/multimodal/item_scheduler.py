@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import NO_LIMIT, RequestTable
@@ -83,8 +83,8 @@ class ItemScheduler:
         """Release what the request holds."""
         self.cache.release(request)
 
-    def take(self, schedule: SchedulerOutput) -> StepItems:
-        """Return the items of a scheduled step, those to encode too."""
+    def take(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, StepItems]:
+        """Return a scheduled step, which runs eagerly if it has items, and its items, those to encode too."""
         for request in schedule.admitted:
             if request.row >= 0:
                 self._find_next(request)
@@ -96,7 +96,8 @@ class ItemScheduler:
             for feature in features_of(self.rows.request(int(schedule.rows[i])))
             if feature.start < ends[i] and feature.end > firsts[i]
         )
-        return StepItems(*self.cache.take(), features)
+        items = StepItems(*self.cache.take(), features)
+        return (evolve(schedule, eager=True) if features else schedule), items
 
     def check(self) -> None:
         """Check entries, holders and requests.
