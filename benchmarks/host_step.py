@@ -27,7 +27,8 @@ from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import HostTables
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner

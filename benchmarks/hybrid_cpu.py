@@ -95,8 +95,8 @@ def measure(family: str, folder: Path, requests: int, rounds: int, new: int) -> 
         for name in ("slotline", "again"):
             seconds[name].append(timed(lambda: llm.generate(prompts, params, progress=False)))  # noqa: B023
     rates = {name: requests * new / statistics.median(times[1:]) for name, times in seconds.items()}
-    checkpoints = llm.engine.scheduler.cache.checkpoints
-    hits = checkpoints.counts.restored if checkpoints else 0
+    states = llm.engine.extension("states")
+    hits = states.checkpoints.counts.restored if states else 0
     ratio = rates["slotline"] / rates["transformers"]
     print(
         f"{family}: transformers {rates['transformers']:.0f} tokens/s, slotline {rates['slotline']:.0f}, {ratio:.2f}x, "

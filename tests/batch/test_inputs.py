@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
+from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT
 from slotline.core.batch.model_inputs import ModelInputs, even_split
@@ -25,6 +26,7 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.kv_cache.block_table import DeviceTables, HostTables
 from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.plugins.states.batches import StateBatches
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.negotiation import capture_sizes
 
@@ -424,14 +426,14 @@ def test_what_graphs_read_has_one_address_in_all_steps_of_a_shape() -> None:
         Arena(),
     )
     tables = DeviceTables(groups, sizes, staging, "cpu")
-    gatherer = InputPreparer(bench.rows, groups, sizes, staging, tables, 64, has_states=True)
+    extensions = Extensions.of([("states", "states", StateBatches(bench.rows))])
+    gatherer = InputPreparer(bench.rows, groups, sizes, staging, tables, 64, extensions=extensions)
     rows = [request.row for request in requests]
 
     def addresses(entries: list[tuple[int, int]], shape: GraphShape) -> list[int]:
         groups[0].versions[rows[: len(entries)]] += 1  # so that other tables have changed in each step
         inputs = gatherer.gather(schedule_of(bench.rows, entries), shape)
-        batch, states = batch_of(inputs), inputs.states
-        assert states is not None
+        batch, states = batch_of(inputs), inputs.extras["states"]
         read = [inputs.input_ids, inputs.positions, batch.slot_mapping]
         if shape.padded_requests:
             read += [batch.query_start_loc, batch.seq_lens, batch.block_table]

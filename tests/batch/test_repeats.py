@@ -51,7 +51,7 @@ class Watched:
         host = HostTables(plain.groups, sizes)
         other = InputPreparer(
             plain.rows, plain.groups, sizes, CpuTransferBuffer(), host, 64, 0, last_tokens,
-            has_states=plain.assembler._has_states,
+            extensions=engine.extensions,
         )  # fmt: skip
         original = repeated.next
 
@@ -86,9 +86,9 @@ def assert_equal(found: ModelInputs, expected: ModelInputs) -> None:
         for name in ("num_requests", "num_tokens", "max_query_len", "max_seq_len", "num_decodes", "common_prefix_len"):
             assert getattr(batch, name) == getattr(other, name), name
         assert np.array_equal(batch.seq_lens_cpu, other.seq_lens_cpu)
-    if expected.states is not None and found.states is not None:
+    if "states" in expected.extras:
         for name in ("slots", "has_initial_state", "num_accepted", "query_start_loc"):
-            assert getattr(found.states, name).equal(getattr(expected.states, name)), name
+            assert getattr(found.extras["states"], name).equal(getattr(expected.extras["states"], name)), name
 
 
 @pytest.fixture

@@ -140,7 +140,8 @@ def stages(llm: LLM) -> list[Stage]:
     more: list[Stage] = [(engine.overlap, "settle"), (engine.overlap, "propose"), (engine.overlap, "place")]
     more += [(engine.drafting if engine.overlap is None else None, "propose")]
     more += [(engine.extension("structured_output"), name) for name in ("_accept", "_force")]
-    more += [(engine.runner.states, "plan"), (engine.scheduler.cache.checkpoints, "keep")]
+    states = engine.extension("states")
+    more += [(getattr(states, "dispatcher", None), "plan"), (getattr(states, "checkpoints", None), "keep")]
     transfers = getattr(engine.extension("kv_transfer"), "transfers", None)
     more += [(transfers, "start"), (transfers, "settle"), (getattr(transfers, "connector", None), "start")]
     return found + [(part, name) for part, name in more if part is not None]

@@ -12,7 +12,8 @@ from devices import transfer_buffer_for
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import DeviceTables, HostTables
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

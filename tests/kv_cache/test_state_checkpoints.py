@@ -14,10 +14,10 @@ from tiny_models import STATE_FAMILIES, family
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.kv_cache.state_checkpoints import Checkpoints
-from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.plugins.kv_specs.state_slots import INTERVAL, StateSlots
+from slotline.plugins.states.checkpoints import Checkpoints
+from slotline.plugins.states.dispatcher import StateDispatcher
 from slotline.registry.contracts import Draft, DraftBatch, StateSpecContext
 from slotline.registry.errors import IntegrityError
 
@@ -34,15 +34,13 @@ HYBRIDS = tuple(name for name in STATE_FAMILIES if family(name).windows)
 
 
 def checkpoints_of(llm: LLM) -> Checkpoints:
-    found = llm.engine.scheduler.cache.checkpoints
-    assert found is not None
+    found: Checkpoints = llm.engine.extension("states").checkpoints
     return found
 
 
 def states_of(llm: LLM, slot: int) -> list[torch.Tensor]:
     """A copy of everything in a slot."""
-    router = llm.engine.runner.states
-    assert router is not None
+    router = llm.engine.extension("states").dispatcher
     return [t[slot].clone() for group in router.groups for layer in group.layers for t in router.state(layer).values()]
 
 
@@ -300,8 +298,7 @@ def test_padding_never_reaches_a_slot(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("mamba2"), **SMALL)
     before = [states_of(llm, row) for row in range(8)]
     inputs = llm.engine.gatherer.dummy([1, 1])
-    assert inputs.states is not None
-    inputs.states.slots.fill_(-1)
+    inputs.extras["states"].slots.fill_(-1)
     llm.engine.runner.launch(inputs)
     for row, values in enumerate(before):
         assert all(torch.equal(a, b) for a, b in zip(values, states_of(llm, row), strict=True))
@@ -408,7 +405,7 @@ def test_a_state_backend_is_told_how_many_tokens_of_the_step_before_were_accepte
         rows = [(request.row, len(request.prompt_token_ids)) for request in requests if request.row >= 0]
         before = {row: int(lens[row]) - prompt for row, prompt in rows}
         llm.engine.step()
-        states, shown = steps[-1].states, steps[-1].rows.tolist()
+        states, shown = steps[-1].extras["states"], steps[-1].rows.tolist()
         found = states.num_accepted[: states.num_requests].tolist()
         assert found == [gained.get(row, 1) for row in shown]
         told.update(found)
@@ -423,7 +420,7 @@ def recorded_accepted(llm: LLM) -> Callable[[], set[int]]:
 
     def commit(rows: Any, counts: Any, accepted: Any, verified: Any, *, done: bool) -> None:
         original(rows, counts, accepted, verified, done=done)
-        seen.update(llm.engine.rows.num_accepted[rows].tolist())
+        seen.update(checkpoints.num_accepted[rows].tolist())
 
     checkpoints.commit = commit  # type: ignore[method-assign]
 

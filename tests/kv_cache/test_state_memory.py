@@ -13,7 +13,8 @@ from tiny_models import known_oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
-from slotline.core.kv_cache.sizing import DeviceMemory, count_slots
+from slotline.core.kv_cache.sizing import DeviceMemory
+from slotline.plugins.states.slots import count_slots
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,7 +218,7 @@ def test_slots_without_padding_say_nothing_of_it(tiny: Tiny, engines: Engines) -
 
 def test_what_backends_hold_to_go_back_is_set_apart_from_the_room_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 100 bytes: six rows of ten and as much besides do not fit, four leave room for two checkpoints."""
-    monkeypatch.setattr("slotline.core.kv_cache.sizing._room", lambda *_, **__: 100)
+    monkeypatch.setattr("slotline.plugins.states.slots.room_for", lambda *_, **__: 100)
     memory = DeviceMemory(device="cpu", total=0, block=0)
     with pytest.raises(CapacityError, match="take 120 bytes, 20 each") as error:
         count_slots(10, 6, "auto", 0.9, memory, explicit=True, beside=10)

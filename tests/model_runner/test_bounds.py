@@ -52,8 +52,8 @@ def test_what_fell_is_taken_off_lengths_positions_and_slots(groups: int, states:
             encoder = torch.zeros(padded, dtype=torch.int64, device=DEVICE)
             sent = UploadedInputs(made[0], [*made[1:], encoder], two[0], seq_lens, two[0], two[0])
             kinds: Any = [SimpleNamespace(fixed_len=None)] * groups + [SimpleNamespace(fixed_len=7)]
-            batch: Any = SimpleNamespace(num_accepted=accepted) if states else None
-            subtract_rejected(by_row, Bounds(*two), sent, [*on_device, two[0]], batch, kinds, [*SIZES[:groups], 16])
+            counted = accepted if states else None
+            subtract_rejected(by_row, Bounds(*two), sent, [*on_device, two[0]], counted, kinds, [*SIZES[:groups], 16])
             assert not encoder.any()
         found.append([t.tolist() for t in (*made, seq_lens, accepted)])
     assert found[0] == found[1]

@@ -74,8 +74,7 @@ def test_a_limit_on_tokens_in_graphs_counts_for_verified_batches() -> None:
 def test_the_calls_between_graphs_give_what_the_forward_gives_and_hold_none_of_it(tiny: Tiny, engines: Engines) -> None:
     """Every second group breaks the graph; the others stay inside."""
     engine = engines(tiny("bamba")).engine
-    router, states, model = engine.runner.router, engine.runner.states, engine.runner.model
-    assert states is not None
+    router, states, model = engine.runner.router, engine.extension("states").dispatcher, engine.runner.model
     calls: list[Callable[[], None]] = []
     held: list[Any] = []
     inside: list[str] = []
@@ -97,10 +96,9 @@ def test_the_calls_between_graphs_give_what_the_forward_gives_and_hold_none_of_i
 
     with torch.inference_mode():
         inputs = engine.gatherer.dummy([3, 5], vocab_size=50)
-        assert inputs.states is not None
         found = []
         for served in (states.advance, watched):
-            attend, _ = router.plan(inputs.batches), states.plan(inputs.states)
+            attend, _ = router.plan(inputs.batches), states.plan(inputs.extras["states"])
             found.append(model.forward(inputs.input_ids, inputs.positions, attend, advance=served))
     assert torch.equal(*found)
     gc.collect()
@@ -116,8 +114,7 @@ def test_padded_requests_have_no_slot(tiny: Tiny, engines: Engines, query_len: i
     shape = GraphShape(4 * query_len, query_len)
     for count in (4, 2, 1):
         inputs = engine.gatherer.dummy([query_len] * count, seq_len=20, shape=shape)
-        batch = inputs.states
-        assert batch is not None
+        batch = inputs.extras["states"]
         assert batch.slots.tolist() == [*range(count), *[-1] * (4 - count)]
         assert batch.has_initial_state.tolist() == [True] * count + [False] * (4 - count)
         assert batch.num_accepted.tolist() == [1] * 4
@@ -139,6 +136,6 @@ def test_a_runner_of_graphs_breaks_them_at_the_groups_that_the_plan_says(tiny: T
         shapes,
         engine.cascade,
         engine.runner.token_ids,
-        states=engine.runner.states,
+        extensions=engine.extensions,
     )
     assert runner._broken(GraphShape(1, 1)) == {"full", "short_conv", "mamba2"}

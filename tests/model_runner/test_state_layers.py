@@ -32,8 +32,7 @@ def expected(greedy: Greedy, path: Path, prompts: list[list[int]] = PROMPTS) -> 
 def poison(llm: LLM) -> None:
     """NaN into every slot: what a request finds there before its first token must not matter. No checkpoint stays."""
     llm.engine.scheduler.cache.reset()
-    states = llm.engine.runner.states
-    assert states is not None
+    states = llm.engine.extension("states").dispatcher
     for group in states.groups:
         for layer in group.layers:
             for tensor in states.state(layer).values():
@@ -140,9 +139,9 @@ def _close(one: Any, other: Any) -> bool:
 
 @pytest.mark.behaviour(155)
 def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
-    from slotline.core.model_runner.state_dispatcher import allocate
     from slotline.planner.state_specs import HeldStates
     from slotline.plugins.kv_specs.state_slots import ALIGNMENT, StateSlots
+    from slotline.plugins.states.dispatcher import allocate
     from slotline.registry.contracts import StateLayer, StateSpecContext, StateTensorSpec
 
     tensors = (
@@ -190,8 +189,7 @@ def test_weights_are_reloaded_in_place(tiny: Tiny, greedy: Greedy) -> None:
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 def test_state_layers_are_called_as_the_contract_says(name: str, dtype: str, tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny(name), dtype=dtype)
-    router, called = llm.engine.runner.states, list[str]()
-    assert router is not None
+    router, called = llm.engine.extension("states").dispatcher, list[str]()
     original = router.advance
 
     def advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

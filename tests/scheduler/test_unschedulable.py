@@ -76,9 +76,11 @@ def test_what_scheduling_raises_for_one_request_ends_that_one(
     cache = llm.engine.scheduler.cache
     expected = tokens_of(llm, PROMPTS, SHORT)
     cache.reset()
-    part: Any = {"admit": llm.engine.rows, "prefix_hit": cache.groups[0].spec, "keep": cache.checkpoints}.get(
-        stage, cache
-    )
+    part: Any = {
+        "admit": llm.engine.rows,
+        "prefix_hit": cache.groups[0].spec,
+        "keep": getattr(llm.engine.extension("states"), "checkpoints", None),
+    }.get(stage, cache)
     original, calls = getattr(type(part), stage), []
 
     def failing(self: Any, *arguments: Any, **options: Any) -> Any:

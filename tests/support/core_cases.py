@@ -12,7 +12,8 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_pool import BlockPool
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.plugins.kv_specs.full_cache import FullSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotline.core.kv_cache.block_table import DeviceTables
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.registry import PluginRegistry
 from slotline.registry.contracts import Device, TransferBuffer
 from slotline.registry.devices import Devices

@@ -17,12 +17,12 @@ from negotiation_cases import CPU, FULL_SPEC, explicit, spec
 from slotline.cli import main
 from slotline.core import LLM
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.kv_cache.state_checkpoints import Checkpoints
-from slotline.core.kv_cache.state_rules import JointRules, rules_of
-from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.planner.plan import make_plan
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.plugins.kv_specs.state_slots import StateSlots
+from slotline.plugins.states.checkpoints import Checkpoints
+from slotline.plugins.states.dispatcher import StateDispatcher
+from slotline.plugins.states.rules import JointRules, rules_of
 from slotline.registry.capability import Flag, Set
 from slotline.registry.config import load_config
 from slotline.registry.contracts import KVSpecCapabilities, StateLayer, StateSpecContext, StateTensorSpec

@@ -49,6 +49,9 @@ class Extensions:
     acquire: tuple[Callable[..., bool], ...] = ()
     give_back: tuple[Callable[[Request], None], ...] = ()
     first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
+    before_schedule: tuple[Callable[[Int], Sequence[tuple[int, Exception]]], ...] = ()
+    limit_prefix: tuple[Callable[[Sequence[BlockHash]], int], ...] = ()
+    begin: tuple[Callable[[Request, int], None], ...] = ()
     limit_prompt: tuple[Callable[[Request, int, int], int | None], ...] = ()
     trim_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     admit: tuple[Callable[[Request], None], ...] = ()
@@ -67,6 +70,8 @@ class Extensions:
     prepare_inputs: tuple[Callable[[ModelInputs], ModelInputs], ...] = ()
     plan: tuple[Callable[[ModelInputs], None], ...] = ()
     forward_kwargs: tuple[Callable[[ModelInputs], Mapping[str, Any]], ...] = ()
+    captured_inputs: tuple[tuple[str, Callable[[ModelInputs], tuple[torch.Tensor, ...]]], ...] = ()
+    computed_by: tuple[Callable[[], Sequence[str]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
     wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
     profile: tuple[Callable[[], Any], ...] = ()
@@ -80,6 +85,7 @@ class Extensions:
     revise_tokens: tuple[Callable[[torch.Tensor, torch.Tensor | None, ModelInputs], torch.Tensor], ...] = ()
     after_sample: tuple[Callable[[PendingSample], None], ...] = ()
     commit: tuple[Callable[[StepOutput], None], ...] = ()
+    accept: tuple[Callable[[Int, Int, Int, npt.NDArray[np.bool_]], None], ...] = ()
     recompute: tuple[Callable[[], Sequence[Request]], ...] = ()
     advance: tuple[Callable[[Int, Int32, Ended], Ended], ...] = ()
     after_step: tuple[Callable[[StepOutput, Int], None], ...] = ()
@@ -102,11 +108,14 @@ class Extensions:
             checked = _CHECKED.get(method)
             return tuple(call if checked is None else checked(call, label) for label, call in found if call is not None)
 
-        gather = tuple((name, one.gather) for name, _, one in built if hasattr(one, "gather"))
+        def named(method: str) -> tuple[Any, ...]:
+            return tuple((name, getattr(one, method)) for name, _, one in built if hasattr(one, method))
+
         methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS)}
+        methods |= {method: named(method) for method in ("gather", "captured_inputs")}
         for last_first in ("limit_tokens", "limit_prompt"):
             methods[last_first] = methods[last_first][::-1]
-        return cls(named={name: one for name, _, one in built}, inputs=inputs, **{**methods, "gather": gather})
+        return cls(named={name: one for name, _, one in built}, inputs=inputs, **methods)
 
     def all_linked(self, request: Request) -> list[Request]:
         """Return the other requests that are admitted, preempted and ended together with a request."""

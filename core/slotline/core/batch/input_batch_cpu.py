@@ -24,7 +24,6 @@ class InputBatchCPU:
         rows: [num_requests] int64, permanent rows in batch order. `counts` [num_requests] int64 are the tokens of each.
         table_rows: [num_requests] int64, the rows whose block tables are read, padded to the shape's requests. `starts`
             [num_requests + 1] int64, the first token of each, and `seq_lens` [num_requests] int64 are padded too.
-        state_slots: [num_requests] int64, the slot of each request's state in state layers.
         fixed_lens: [num_requests] int64, keys of each in groups whose keys are all there from its first step on.
         input_ids, positions: [num_tokens] int64, padded to the shape's tokens, as are `slots` [num_tokens] int64 by
             cache group and `lora_slots` [num_tokens] int64, None for a step without adapters.
@@ -45,7 +44,6 @@ class InputBatchCPU:
 
     rows: Int
     table_rows: Int
-    state_slots: Int
     counts: Int
     starts: Int
     seq_lens: Int

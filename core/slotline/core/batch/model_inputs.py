@@ -16,7 +16,7 @@ from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.logprobs import ScoredPlaces
 from slotline.core.batch.rejections import Rejections
 from slotline.core.batch.sampling_metadata import SamplingMetadata
-from slotline.registry.contracts import AttentionBatch, StateBatch
+from slotline.registry.contracts import AttentionBatch
 
 Int = npt.NDArray[np.int64]
 
@@ -48,7 +48,6 @@ class ModelInputs:
         batches: the attention inputs, by cache group. Then for each later stage those of the cache groups it reads.
             Then those of layers without a cache, if the model has any.
         wanted: the `logits_indices` by request if the model may leave out other tokens in its last layers, else None.
-        states: the inputs of state layers, if the model has any.
         shape: the captured shape that the inputs are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, placeholder ids for tokens not sampled yet (async
             scheduling only), else None.
@@ -62,6 +61,7 @@ class ModelInputs:
             step runs without adapters.
         single_slot: the slot of all tokens that have one if the step runs for one adapter, else None.
         extras: what `gather` of extensions returned, by the extension's name.
+        made_up: whether the step is made up for profiling, warm-up or capture.
     """
 
     rows: Int
@@ -82,7 +82,6 @@ class ModelInputs:
     query_start_loc_cpu: npt.NDArray[np.int32]
     seq_lens_cpu: npt.NDArray[np.int32]
     batches: tuple[AttentionBatch, ...]
-    states: StateBatch | None
     shape: GraphShape | None
     stand_ins: torch.Tensor | None
     sampling: SamplingMetadata
@@ -94,6 +93,7 @@ class ModelInputs:
     wanted: FastPrefillBatch | None = None
     pending: npt.NDArray[np.bool_] | None = None
     extras: Mapping[str, Any] = field(factory=dict)
+    made_up: bool = False
 
     @property
     def all_sample(self) -> bool:

@@ -34,7 +34,6 @@ class RequestTable:
         num_fallen: the rejected drafts of the row's last step that was handed out.
         generation: counts the times that the row's computed tokens were given up, by preemption or for good. It
             separates the results of a step in flight from those of a later request in the same row.
-        num_accepted: of the row's last step, the tokens up to the last accepted draft, or 1 if no draft was verified.
         num_drafts: draft tokens. They follow the known tokens in `token_ids` until a step has verified them.
         draft_entry: of the row in the drafter's last proposal, -1 if that came without distributions.
         num_guesses: of the drafts, those that a drafter proposed. Further drafts only fill a captured batch.
@@ -65,7 +64,6 @@ class RequestTable:
         self.num_pending = np.zeros(max_requests, np.int64)
         self.num_fallen = np.zeros(max_requests, np.int64)
         self.generation = np.zeros(max_requests, np.int64)
-        self.num_accepted = np.ones(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_guesses = np.zeros(max_requests, np.int64)
         self.forced = np.zeros(max_requests, bool)
@@ -141,7 +139,6 @@ class RequestTable:
         """Forget the computed tokens of the row, its drafts, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
         self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
-        self.num_accepted[row] = 1
         self.generation[row] += 1
 
     def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
@@ -174,7 +171,6 @@ class RequestTable:
         self.num_tokens[:] = np.where(held, num_known, 0)
         for numbers in (self.num_pending, self.num_computed_tokens, self.num_drafts):
             numbers[:] = 0
-        self.num_accepted[:] = 1
         self.draft_entry[:] = -1
         self.tree = None
         self.generation += 1

@@ -29,7 +29,8 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.kv_cache.sizing import MemoryReport, size_pool
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionGroup
@@ -123,6 +124,7 @@ class EngineBuilder:
         profiler = StepProfiler(enabled=config.observability.profile)
         tokenizer = load_tokenizer(planned)
         processors = build_processors(planned, rows, tokenizer)
+        checks = OutputChecks(strict=False) if config.observability.check_integrity else None
         parts = Parts(
             planned=planned,
             model=model,
@@ -132,6 +134,7 @@ class EngineBuilder:
             processors=tuple(processors),
             profiler=profiler,
             named={},
+            checks=checks,
         )
         extensions = build_extensions(parts)
         self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
@@ -152,7 +155,6 @@ class EngineBuilder:
             memory = self._size(first, specs, extensions)
         with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
-            checks = OutputChecks(strict=False) if config.observability.check_integrity else None
             router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
             self.groups.set_router(runner, gatherer, router)
         pool = BlockPool(memory.num_blocks)
@@ -163,7 +165,6 @@ class EngineBuilder:
             groups,
             prefix_caching=planned.plan.prefix_caching,
             prefix_unit=planned.plan.block_size,
-            checkpoints=self.groups.checkpoints(rows, runner.states),
             extensions=extensions,
         )
         engine = Engine(
@@ -276,7 +277,6 @@ class EngineBuilder:
             most_drafts,
             last_tokens,
             later,
-            has_states=bool(plan.state_groups),
             lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_fixed_len=self.planned.facts.max_encoder_len,
@@ -297,7 +297,6 @@ class EngineBuilder:
             drafting,
             last_tokens,
             self._pooling(model, rows, stagings[-1]),
-            self.groups.states(),
             adapters=adapters,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
@@ -306,7 +305,7 @@ class EngineBuilder:
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
-        runner.nan_cause = lambda: nan_cause(runner.router, runner.states)
+        runner.nan_cause = lambda: nan_cause(runner.router, runner.extensions)
         return gatherer, runner
 
     def _overlap(self, rows: RequestTable, runner: ModelRunner) -> AsyncSpecDecode | None:
@@ -318,7 +317,7 @@ class EngineBuilder:
             runner.drafting,
             runner.last_tokens,
             transfer_buffer_for(self.planned.hardware[self.planned.device]),
-            runner.states,
+            runner.extensions.named.get("states"),
             max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
             vocab_size=self.planned.facts.vocab_size,
         )
@@ -348,14 +347,15 @@ class EngineBuilder:
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
+        num_slots = runner.extensions.named["states"].num_slots if plan.states else 0
         report = size_pool(
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
             devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices, self.planned.hardware),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
-            state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
-            checkpoints=runner.states.num_slots - requests if runner.states else 0,
+            state_bytes=plan.states.slot_bytes * num_slots if plan.states else 0,
+            checkpoints=num_slots - requests if plan.states else 0,
             hardware=None if self.planned.on_host else self.planned.hardware,
         )
         if report.num_blocks - 1 < sum(held):

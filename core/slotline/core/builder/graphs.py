@@ -43,7 +43,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         engine.cascade,
         runner.token_ids,
         runner.taps,
-        runner.states,
+        engine.extensions,
         runner.adapters,
         planned.hardware[planned.device],
     )

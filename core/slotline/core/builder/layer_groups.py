@@ -8,29 +8,24 @@ from itertools import chain
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.placement import batches_of
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_cache
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
 from slotline.core.kv_cache.kv_scales import KVScaleTable
-from slotline.core.kv_cache.sizing import DeviceMemory, count_slots
-from slotline.core.kv_cache.state_checkpoints import Checkpoints
-from slotline.core.kv_cache.state_rules import rules_of
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
-from slotline.core.model_runner.state_dispatcher import StateDispatcher, StateGroup, allocate
 from slotline.core.speculation.draft_attention import DraftAttention
 from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
 from slotline.planner.plan import Planned
 from slotline.planner.spec_answers import wrong_cache
-from slotline.planner.state_specs import HeldStates, StateSpecBuilder
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
     AttentionBackend,
@@ -39,7 +34,6 @@ from slotline.registry.contracts import (
     AttentionLayer,
     KVCache,
     KVSpec,
-    StateContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
@@ -54,18 +48,10 @@ class LayerGroupBuilder:
     Attributes:
         planned: the plan with its descriptors and facts.
         shards: extension that divides the keys of requests over devices. None if each is on one.
-        held_states: the cache specs of the model's states.
     """
 
     planned: Planned
     shards: Any = None
-    held_states: list[HeldStates] = field(init=False)
-
-    @held_states.default
-    def _held_states(self) -> list[HeldStates]:
-        planned = self.planned
-        builder = StateSpecBuilder(planned.loaded, planned.registry, planned.offers, planned.max_model_len)
-        return builder.build(planned.plan)
 
     def specs(self) -> list[KVSpec]:
         """Return the cache spec of each cache group."""
@@ -246,8 +232,6 @@ class LayerGroupBuilder:
     def set_router(self, runner: ModelRunner, gatherer: InputPreparer, router: AttentionDispatcher) -> None:
         """Hand the caches to the model's layers, and to the drafter's own."""
         runner.router = router
-        if runner.states is not None:
-            runner.states.checks = router.checks
         if runner.drafting is not None and self.planned.draft_layers:
             runner.drafting.attention = DraftAttention(
                 router,
@@ -260,57 +244,6 @@ class LayerGroupBuilder:
                 device=self.planned.device,
                 ops=self.planned.hardware[self.planned.device].ops,
             )
-
-    def states(self) -> StateDispatcher | None:
-        """Build the state backends and a slot for each row in every state layer. Return None without such layers.
-
-        Raises:
-            CapacityError: if the states do not fit into memory.
-        """
-        planned, scheduler = self.planned, self.planned.loaded.config.scheduler
-        memory = planned.plan.states
-        if memory is None:
-            return None
-        num_slots = count_slots(
-            memory.slot_bytes,
-            scheduler.max_requests,
-            memory.checkpoints,
-            planned.loaded.config.cache.memory,
-            DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
-            explicit=planned.loaded.origins["cache.memory"].kind != "default",
-            beside=memory.rollback_bytes // scheduler.max_requests,
-            device=None if planned.on_host else planned.hardware[planned.device],
-        )
-        if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
-            logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
-        groups = []
-        for group in planned.plan.state_groups:
-            descriptor = planned.offers[Kind.STATE, group.backend]
-            context = StateContext(
-                contract=group.contract,
-                layers=group.layers,
-                device=planned.device,
-                dtype=group.dtype,
-                max_query_len=group.max_query_len,
-                max_requests=scheduler.max_requests,
-                max_tokens=scheduler.max_batched_tokens,
-                max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
-                options=self.planned.options(descriptor),
-            )
-            backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
-            plugin = planned.registry.full_name(descriptor)
-            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers, plugin=plugin))
-        return StateDispatcher(
-            groups, allocate(self.held_states, num_slots, planned.device, self._zeros), num_slots, planned.device
-        )
-
-    def checkpoints(self, rows: RequestTable, states: StateDispatcher | None) -> Checkpoints | None:
-        """Build the checkpoints of states. Return None if the model has no state layers."""
-        memory = self.planned.plan.states
-        if states is None or memory is None:
-            return None
-        held = self.held_states
-        return Checkpoints(rows, states, memory.unit, rules_of([one.spec for one in held]), [one.name for one in held])
 
 
 def _captured_always(capabilities: AttentionCapabilities) -> bool:

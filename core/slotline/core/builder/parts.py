@@ -12,7 +12,8 @@ from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.block_pool import BlockPool
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorSlot
 from slotline.planner.plan import Planned
@@ -53,6 +54,7 @@ class Parts:
         processors: the built logits processors.
         profiler: times the parts of a step.
         named: extensions that were built before, by name.
+        checks: of the outputs of backends in steps of requests. None for no checks.
         memory: of the caches, once it is there.
     """
 
@@ -64,6 +66,7 @@ class Parts:
     processors: tuple[ProcessorSlot, ...]
     profiler: StepProfiler
     named: Mapping[str, Any]
+    checks: OutputChecks | None = None
     memory: CacheMemory | None = None
 
     def build(self, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:

@@ -415,8 +415,6 @@ class Engine:
         check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
         if self.adapters is not None:
             self.adapters.check()
-        for check in self.extensions.check:
-            check()
 
     @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -459,8 +457,6 @@ class Engine:
             inputs = prepare(inputs)
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
-        if (checkpoints := self.scheduler.cache.checkpoints) is not None:
-            checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
         for note in self.extensions.launched:
             note(schedule)
         return launched

@@ -11,7 +11,7 @@ import torch
 
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.device.transfer_buffer import TransferBuffer, reserved_bytes
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.registry.contracts import Device
 
 Int = npt.NDArray[np.int64]

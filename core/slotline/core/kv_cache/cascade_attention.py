@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.registry.contracts import CascadeBackend
 
 Int = npt.NDArray[np.int64]

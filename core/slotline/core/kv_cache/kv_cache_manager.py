@@ -1,23 +1,19 @@
-"""KV cache manager: block tables of the rows, and the index of cached prefixes.
-
-A `CacheGroup` is a set of layers that share a block table. Its `kv_spec` plugin decides which blocks it needs.
-"""
+"""KV cache manager: blocks for the rows, and the index of cached prefixes."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
-from math import gcd, lcm
 
 import numpy as np
 import numpy.typing as npt
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
-from slotline.core.batch.request_table import NO_LIMIT, RequestTable
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
-from slotline.core.kv_cache.state_checkpoints import Checkpoints
-from slotline.registry.contracts import BlockHash, CacheBlock, KVSpec
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
@@ -30,147 +26,18 @@ TO_FILL = -1
 """Placeholder in a prefix for a block that the pool does not hold and an extension fills."""
 
 
-class CacheGroup:
-    """The block tables of one cache group.
-
-    Attributes:
-        spec: the kv_spec plugin's object.
-        block_size: tokens of a manager block, which consists of `ratio` kernel blocks.
-        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row. Unused entries are the null
-            block, and so is the whole last row, which serves padded requests.
-        versions: [max_requests + 1] int64, the number of changes of each row of the table. A copy is outdated if it has
-            another number.
-        blocks: manager blocks of each row, in order.
-        capacity: [max_requests] int64, tokens that the row's blocks can hold.
-        num_freed: [max_requests] int64, leading blocks given back early.
-        fixed_len: [max_requests] int64, the keys that each row has blocks for, all from its first step on. None if the
-            blocks are for the sequence's own tokens.
-        num_held: [max_requests] int64, manager blocks of each row.
-        needed, freeable: [max_model_len + 1] int64, the spec's blocks for each number of tokens, and for each number of
-            computed tokens. Precomputed, so that steps do not call the spec.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        spec: KVSpec,
-        block_size: int,
-        kernel_block_size: int,
-        max_requests: int,
-        max_model_len: int,
-        fixed_len: Int | None = None,
-    ):
-        self.index = index
-        self.fixed_len = fixed_len
-        self.spec = spec
-        self.block_size = block_size
-        self.ratio = block_size // kernel_block_size
-        self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
-        self.versions = np.zeros(max_requests + 1, np.int64)
-        self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
-        self.num_held = np.zeros(max_requests, np.int64)
-        self.capacity = np.zeros(max_requests, np.int64)
-        self.num_freed = np.zeros(max_requests, np.int64)
-        self.needed: Int = np.fromiter(map(spec.blocks_needed, range(max_model_len + 1)), np.int64)
-        self.frees_early = spec.blocks_freeable(max_model_len) > 0
-        lengths = range(max_model_len + 1 if self.frees_early else 0)
-        self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
-        self._blocks_at_most = int(self.needed[-1])
-        self._offsets = np.arange(self.ratio, dtype=np.int32)
-
-    def missing(self, rows: Int, num_tokens: Int) -> Int:
-        """Return the blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
-        if self.fixed_len is None:
-            needed = self.needed[num_tokens]
-        else:
-            needed = np.array([self.spec.blocks_needed(length) for length in self.fixed_len[rows].tolist()])
-        lacking: Int = np.maximum(needed - self.num_held[rows], 0)
-        return lacking
-
-    def blocks_needed(self, row: int, num_tokens: int) -> int:
-        """Return the blocks in the row's table when its sequence has `num_tokens`."""
-        return self.spec.blocks_needed(num_tokens if self.fixed_len is None else int(self.fixed_len[row]))
-
-    def columns(self, longest: int, kernel_block_size: int) -> int:
-        """Return the columns of the table that sequences of up to `longest` tokens need."""
-        return -(-longest // kernel_block_size) if self.fixed_len is None else self.table.shape[1]
-
-    def extend(self, row: int, blocks: Sequence[int]) -> None:
-        """Append manager blocks to the row's table."""
-        held = self.blocks[row]
-        start = len(held) * self.ratio
-        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # hot path: no array for a block or two
-        self.table[row, start : start + len(blocks) * self.ratio] = ids
-        self.versions[row] += 1
-        held.extend(blocks)
-        self.num_held[row] = len(held)
-        self.capacity[row] = self._capacity(len(held))
-
-    def extend_all(self, rows: Int, counts: Int, blocks: list[int]) -> None:
-        """Call `extend` for each of `rows` [n], which are distinct, with `counts` [n] of the blocks, in order."""
-        if self.ratio > 1 or self.fixed_len is not None or (counts > 1).any():
-            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-                self.extend(row, blocks[:count])
-                blocks = blocks[count:]
-            return
-        rows = rows[counts > 0]
-        for row, block in zip(rows.tolist(), blocks, strict=True):
-            self.blocks[row].append(block)
-        self.table[rows, self.num_held[rows]] = blocks
-        self.versions[rows] += 1
-        self.num_held[rows] += 1
-        self.capacity[rows] = self._capacity(self.num_held[rows])
-
-    def _capacity(self, num_blocks: Int | int) -> Int:
-        """Return the tokens that this number of a row's blocks holds."""
-        everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.fixed_len is not None)
-        return np.where(everything, NO_LIMIT, np.asarray(num_blocks) * self.block_size)
-
-    def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Return the kernel blocks of manager blocks, in order. The null block maps to kernel block 0."""
-        manager = np.asarray(blocks, np.int32)[:, None]
-        kernel = manager * self.ratio + self._offsets  # [len(blocks), ratio]
-        return np.where(manager == NULL_BLOCK, np.int32(NULL_BLOCK), kernel).reshape(-1)
-
-    def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
-        """Replace blocks that no later token reads by the null block in the table, and return them."""
-        first, last = int(self.num_freed[row]), int(self.freeable[num_computed_tokens])
-        freed = self.blocks[row][first:last]
-        self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
-        self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
-        self.versions[row] += 1
-        self.num_freed[row] = last
-        return freed
-
-    def restore(self) -> None:
-        """Empty the tables of all rows, even if a table was only partly written."""
-        self.table[:] = NULL_BLOCK
-        self.versions += 1
-        self.blocks[:] = [[] for _ in self.blocks]
-        self.capacity[:] = self.num_freed[:] = self.num_held[:] = 0
-
-    def clear(self, row: int) -> list[int]:
-        """Empty the row's table and return its blocks."""
-        held, self.blocks[row] = self.blocks[row], []
-        self.table[row, : len(held) * self.ratio] = NULL_BLOCK
-        self.versions[row] += 1
-        self.capacity[row] = self.num_freed[row] = self.num_held[row] = 0
-        return held
-
-
 class KVCacheManager:
     """Allocator of the rows' blocks, with prefix caching.
 
     Prefixes are hashed in pieces of `hash_block_size` tokens, which divides each group's block size. A group's block is
     found by the hash of its last piece. All groups must agree on a prefix, so its length is a multiple of `prefix_unit`
-    tokens, whole blocks of each group. If the model keeps states, a prefix must also end at one of their checkpoints.
+    tokens, whole blocks of each group. An extension may allow only some of these prefixes.
 
     Args:
         pool: the blocks.
         groups: the cache groups.
         prefix_caching: find and keep cached prefixes.
         prefix_unit: tokens of a unit for a model without cache groups.
-        checkpoints: checkpoints of the model's states. None if it keeps no states.
         extensions: methods of the step extensions, some of which fill blocks or hear of them.
     """
 
@@ -181,15 +48,12 @@ class KVCacheManager:
         *,
         prefix_caching: bool,
         prefix_unit: int = 1,
-        checkpoints: Checkpoints | None = None,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
-        self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
-        self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
-        self.checkpoints = checkpoints
+        self.hash_block_size, self.prefix_unit = hash_sizes(groups, prefix_unit)
         self.extensions = extensions
         # Blocks that are given back early or that an extension hears of must be findable by then.
         at_once = bool(extensions.blocks_filled) or any(group.frees_early for group in groups)
@@ -230,51 +94,24 @@ class KVCacheManager:
         Returns:
             Its length and each group's blocks, with `TO_FILL` for blocks that only an extension can fill.
         """
-        if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
+        if not self.prefix_caching or request.whole_prompt or not (self.groups or self.extensions.limit_prefix):
             return 0, [[] for _ in self.groups]
         self._remember_full(np.flatnonzero(self._full > self._findable))
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         hashes = self._hashes(request, token_ids, length // self.hash_block_size)
         while True:  # a group may read other blocks for a shorter prefix: repeat until all agree
-            if self.checkpoints is not None:
-                length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
+            for limit in self.extensions.limit_prefix:
+                length = limit(self._units(hashes, length)) * self.prefix_unit
             hits = [self._hit(request, group, hashes, length) for group in self.groups]
             agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
             if agreed == length:
                 return length, hits
             length = agreed // self.prefix_unit * self.prefix_unit
 
-    def whole_units(self, request: Request, token_ids: npt.NDArray[np.int32]) -> Sequence[BlockHash]:
-        """Return the hashes of all prefixes of `token_ids`, without the last token, at which a request could resume."""
-        if not self.prefix_caching or request.whole_prompt:
-            return ()
-        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
-        return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
-
-    def keep_states(self, rows: RequestTable, running: Int) -> list[tuple[int, Exception]]:
-        """Copy the states of `running` rows that are at a prefix worth resuming from. Called between two steps.
-
-        Returns:
-            Rows whose state could not be copied, with the error.
-        """
-        failed: list[tuple[int, Exception]] = []
-        if self.checkpoints is None:
-            return failed
-        for row in self.checkpoints.due(running).tolist():
-            count = int(rows.num_computed_tokens[row]) // self.hash_block_size
-            try:
-                self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
-            except Exception as error:  # a plugin's code may raise anything
-                self.checkpoints.restore()
-                failed.append((row, error))
-        return failed
-
     def reset(self) -> None:
         """Forget all cached prefixes. Blocks that requests hold stay theirs."""
         self._findable[:] = self._full
         self.pool.reset()
-        if self.checkpoints is not None:
-            self.checkpoints.reset()
         for forget in self.extensions.forget_prefixes:
             forget()
 
@@ -284,8 +121,6 @@ class KVCacheManager:
             group.restore()
         self._full[:] = self._findable[:] = 0
         self.pool.restore()
-        if self.checkpoints is not None:
-            self.checkpoints.restore()
 
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int, hashes: Sequence[BlockHash] = ()) -> bool:
         """Take the cached and new blocks for `num_tokens`. Return False, with nothing taken, if the pool has too few.
@@ -330,13 +165,11 @@ class KVCacheManager:
                     self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
     def forget(self, row: int) -> None:
-        """Make the blocks of a row with wrong keys, values or states unfindable, and drop all checkpoints."""
+        """Make the blocks of a row with wrong keys or values unfindable."""
         if self.groups:
             self._findable[row] = self._full[row]
         for group in self.groups:
             self.pool.forget(group.blocks[row])
-        if self.checkpoints is not None:
-            self.checkpoints.reset()
 
     def release(self, row: int) -> None:
         """Give back all blocks of the row. Cached blocks stay findable until reused."""
@@ -364,8 +197,6 @@ class KVCacheManager:
             wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
             raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
         self.pool.check()
-        if self.checkpoints is not None:
-            self.checkpoints.check()
 
     def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: RequestTable) -> None:
         expected = group.kernel_blocks(blocks)
@@ -412,18 +243,8 @@ class KVCacheManager:
         return hashes[step - 1 : length // self.hash_block_size : step]
 
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
-        """Extend the request's chain of block hashes to `count` blocks and return it."""
-        chain, size = request.block_hashes, self.hash_block_size
-        parent, first, extra = chain[-1] if chain else _root(request), len(chain) * size, request.hash_extra
-        data, width = token_ids[first : max(first, count * size)].tobytes(), size * token_ids.itemsize
-        for at in range(0, len(data), width):
-            content = parent + data[at : at + width]
-            if extra is not None:
-                start = first + at // token_ids.itemsize
-                content += extra(start, start + size)
-            parent = hashlib.sha256(content).digest()
-            chain.append(parent)
-        return chain
+        """Extend the request's chain of block hashes to `count` pieces and return it."""
+        return extend_hashes(request, token_ids, count, self.hash_block_size)
 
     def _remember_full(self, which: Int) -> None:
         """Make the full blocks of the rows `which` [n] findable."""
@@ -444,9 +265,3 @@ class KVCacheManager:
             self.pool.remember(group.index, blocks, known)
             for note in self.extensions.blocks_filled:
                 note(group.index, blocks, known)
-
-
-def _root(request: Request) -> bytes:
-    """Return the start of a request's chain of hashes. Prefixes are shared only with equal salts and equal adapters."""
-    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # the salt was checked at admission
-    return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

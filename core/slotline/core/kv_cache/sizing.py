@@ -13,9 +13,6 @@ from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import Device, PeakMemory
 from slotline.registry.errors import CapacityError
 
-CHECKPOINT_SHARE = 0.25
-"""Share of the memory left by rows that `auto` gives to checkpoints, which are only of use together with blocks."""
-
 _CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is shared with other programs, unless its owner says otherwise
 
 
@@ -75,55 +72,6 @@ class MemoryReport:
         return sum(device.block for device in self.devices)
 
 
-def count_slots(
-    each: int,
-    num_rows: int,
-    checkpoints: int | str,
-    asked: float | str,
-    memory: DeviceMemory,
-    *,
-    explicit: bool,
-    beside: int = 0,
-    device: Device | None = None,
-) -> int:
-    """Count the slots for states before they are allocated: one for each row, and those for checkpoints.
-
-    Args:
-        each: bytes of a slot over all state layers.
-        num_rows: rows of the scheduler.
-        checkpoints: number of checkpoints, or ``auto``: as many as rows, within `CHECKPOINT_SHARE` of the memory that
-            rows leave.
-        asked: as for `size_pool`.
-        explicit: as for `size_pool`.
-        memory: of the device that holds the states.
-        beside: further bytes that backends hold for each row. Not counted if `asked` is a size for the cache only.
-        device: holds the states; None if they lie in the host's memory.
-
-    Raises:
-        CapacityError: naming the number of rows, or of checkpoints, that would fit.
-    """
-    room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit, device=device)
-    row = each if isinstance(asked, str) else each + beside
-    fits = max(room, 0) // row
-    if num_rows > fits:
-        what = "states" if row == each else "states, and their copies for drafts that fall,"
-        raise CapacityError(
-            f"the {what} of scheduler.max_requests = {num_rows} requests take {num_rows * row} bytes, {row} each, "
-            f"and cache.memory = {asked!r} leaves {max(room, 0)}",
-            fix=f"set scheduler.max_requests = {fits}" if fits else "raise cache.memory",
-        )
-    if isinstance(checkpoints, str):
-        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * row)) // each)
-    elif num_rows * row + checkpoints * each > room:
-        raise CapacityError(
-            f"state.checkpoints = {checkpoints} beside the states of {num_rows} requests take "
-            f"{num_rows * row + checkpoints * each} bytes, {each} each, and cache.memory = {asked!r} leaves "
-            f"{max(room, 0)}",
-            fix=f"set state.checkpoints = {(room - num_rows * row) // each}, or raise cache.memory",
-        )
-    return num_rows + checkpoints
-
-
 def size_pool(
     asked: float | str,
     *,
@@ -157,7 +105,8 @@ def size_pool(
         rooms = [(size_in_bytes(asked), sum(device.block for device in devices), "")]
     else:
         rooms = [
-            (_room(d, asked, explicit=explicit, device=own.get(d.device)), d.block, f" on {d.device}") for d in devices
+            (room_for(d, asked, explicit=explicit, device=own.get(d.device)), d.block, f" on {d.device}")
+            for d in devices
         ]
     # A device's states are already allocated. The host's memory is taken at first use.
     taken = state_bytes if isinstance(asked, str) or not own else 0
@@ -174,7 +123,7 @@ def size_pool(
     return MemoryReport(devices=report, num_blocks=num_blocks, states=state_bytes, checkpoints=checkpoints)
 
 
-def _room(memory: DeviceMemory, share: float, *, explicit: bool, device: Device | None) -> int:
+def room_for(memory: DeviceMemory, share: float, *, explicit: bool, device: Device | None) -> int:
     """Return bytes for the cache on one device, which is None for one in the host's memory."""
     if device is not None:
         return int(share * memory.total) - (memory.total - device.memory().free) - memory.activations

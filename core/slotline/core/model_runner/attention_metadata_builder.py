@@ -25,10 +25,10 @@ from slotline.core.batch.rejections import PLACE_WIDTH, Rejections, drafted
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
 from slotline.core.device.transfer_buffer import reserved_bytes
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.device_inputs import DeviceInputs, UploadedInputs
 from slotline.core.model_runner.rejected_token_correction import subtract_rejected, upload_bounds
-from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
+from slotline.registry.contracts import AttentionBatch, TreeMask
 
 
 class DraftMetadata(NamedTuple):
@@ -47,7 +47,7 @@ class AttentionMetadataBuilder:
     Args:
         feeds: to each device that runs a part of the model.
         max_tokens, max_drafts: of a step, and of each request in it.
-        has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
+        has_uncached: whether layers keep nothing.
         lora_slots: slots of adapters, 0 for an engine without adapters.
         cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
         extensions: whose `gather` adds arrays to a step.
@@ -63,13 +63,14 @@ class AttentionMetadataBuilder:
         *,
         max_tokens: int,
         max_drafts: int,
-        has_states: bool,
         has_uncached: bool,
         lora_slots: int,
         cuts_wanted: bool,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
-        self._gather = extensions.gather
+        captured = {name for name, _ in extensions.captured_inputs}
+        self._gather = [(name, gather) for name, gather in extensions.gather if name not in captured]
+        self._gather_captured = [(name, gather) for name, gather in extensions.gather if name in captured]
         self._extra_bytes = sum(count(max_tokens) for count in extensions.staging_bytes)
         self.feeds = tuple(feeds)
         self._rows = rows
@@ -77,7 +78,6 @@ class AttentionMetadataBuilder:
         self._kernel_block_sizes = tuple(kernel_block_sizes)
         self._fixed_groups = tuple(i for i, group in enumerate(groups) if group.fixed_len is not None)
         self._last_tokens = last_tokens
-        self._has_states = has_states
         self._has_uncached = has_uncached
         self._reserve(max_tokens, max_drafts, adapters=lora_slots > 0, cuts_wanted=cuts_wanted)
 
@@ -102,7 +102,7 @@ class AttentionMetadataBuilder:
             feed.staging.reserve(
                 by_feed
                 + adapters * by_token
-                + (2 + 3 * self._has_states + bool(self._fixed_groups) + cuts_wanted) * by_request
+                + (2 + bool(self._fixed_groups) + cuts_wanted) * by_request
                 + by_fixed
                 + 3 * by_logits
                 + bounds * (by_request + by_token)
@@ -131,12 +131,12 @@ class AttentionMetadataBuilder:
         sent = [
             feed.send(positions, host.slots, host.starts32, seq_lens, fixed_lens, host.prefixes) for feed in self.feeds
         ]
-        states = self._states(host, sent[0]) if self._has_states else None
+        extras = {name: gather(host, first.upload) for name, gather in self._gather_captured}
         for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
         lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)
-        extras = {name: gather(host, first.upload) for name, gather in self._gather}
+        extras |= {name: gather(host, first.upload) for name, gather in self._gather}
         bounds = None
         if host.pending is not None and host.pending.any():
             bounds = upload_bounds(host, host.pending, self._rows.max_requests, first)
@@ -158,7 +158,7 @@ class AttentionMetadataBuilder:
                 bounds,
                 sent[0],
                 tables[0],
-                states,
+                getattr(extras.get("states"), "num_accepted", None),
                 self._groups,
                 self._kernel_block_sizes,
                 self._last_tokens.ops,
@@ -185,7 +185,6 @@ class AttentionMetadataBuilder:
             query_start_loc_cpu=host.starts32,
             seq_lens_cpu=host.seq_lens32,
             batches=batches,
-            states=states,
             shape=shape,
             stand_ins=stand_ins,
             sampling=sampling,
@@ -196,25 +195,7 @@ class AttentionMetadataBuilder:
             wanted=wanted,
             pending=host.pending,
             extras=extras,
-        )
-
-    def _states(self, host: InputBatchCPU, sent: UploadedInputs) -> StateBatch:
-        """Build the batch of the state layers. Padded requests have no slot."""
-        upload, requests = self.feeds[0].staging.upload, len(host.rows)
-        padding = (0, len(host.seq_lens) - requests)
-        accepted = self._rows.num_accepted[host.rows].astype(np.int32)
-        if host.pending is not None:
-            accepted = np.where(host.pending, self._rows.num_pending[host.rows], accepted).astype(np.int32)
-        return StateBatch(
-            num_requests=requests,
-            num_tokens=host.num_tokens,
-            max_query_len=host.max_query_len,
-            query_start_loc=sent.query_start_loc,
-            slots=upload(np.pad(host.state_slots.astype(np.int32), padding, constant_values=PAD_SLOT)),
-            has_initial_state=upload(np.pad(host.seq_lens[:requests] > host.counts, padding)),
-            num_accepted=upload(np.pad(accepted, padding, constant_values=1)),
-            query_start_loc_cpu=host.starts32[: requests + 1],
-            num_decodes=min(host.num_decodes, requests),
+            made_up=host.made_up,
         )
 
     def _sampling(self, host: InputBatchCPU) -> tuple[DraftMetadata, SamplingMetadata, torch.Tensor | None]:

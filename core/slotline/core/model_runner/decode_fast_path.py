@@ -23,7 +23,7 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.device.scope import device_scope
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import BlockTables, DeviceTables
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.kernels.triton_support import has_triton
 
 Int = npt.NDArray[np.int64]

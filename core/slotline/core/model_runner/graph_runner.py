@@ -10,7 +10,7 @@ Inputs that change from step to step are read from the staging buffers, whose ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from attrs import frozen
 
 from slotline.core.api.progress import counted
 from slotline.core.batch.attend import Attend
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.hidden_states import LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs, even_split
@@ -28,7 +29,6 @@ from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture, Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.core.model_runner.state_dispatcher import Advance, StateDispatcher
 from slotline.kernels import triton_precompile as compiling
 from slotline.registry.contracts import Device, Model
 from slotline.registry.errors import IntegrityError, ModelError
@@ -72,7 +72,7 @@ class GraphRunner:
         cascade: Cascade,
         token_ids: Callable[[ModelInputs], torch.Tensor],
         taps: LayerTaps | None = None,
-        states: StateDispatcher | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
         adapters: AdapterManager | None = None,
         device: Device | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class GraphRunner:
         self._cascade = cascade
         self._token_ids = token_ids
         self._taps = taps
-        self._states = states
+        self._extensions = extensions
         self._adapters = adapters
         self._captured: dict[GraphShape, CapturedGraph] = {}
         self._standing: dict[GraphShape, frozenset[str]] = {}
@@ -174,13 +174,13 @@ class GraphRunner:
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[CapturedGraph, int]:
         """Capture one shape. Return it with the number of its graphs."""
-        inputs, attend, advance = self._planned(shape)
+        inputs, attend = self._planned(shape)
         for _ in range(WARM_UPS):
-            self._forward(inputs, attend, advance)
+            self._forward(inputs, attend, self._arguments(inputs, frozenset(), lambda call: call()))
         self.device.synchronize()
         recorder = Recorder(pool, [])
         recorder.begin()
-        hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)
+        hidden, logits, layers = self._record(recorder, shape, inputs)
         recorder.end()
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = CapturedGraph(
@@ -192,30 +192,37 @@ class GraphRunner:
         )
         return captured, recorder.graphs
 
-    def _planned(self, shape: GraphShape) -> tuple[ModelInputs, Attend, Advance | None]:
-        """Make up inputs of a shape, with the attention, adapters and states of the step planned."""
-        (inputs, attend), advance = self.made_up(shape), None
+    def _planned(self, shape: GraphShape) -> tuple[ModelInputs, Attend]:
+        """Make up inputs of a shape, with the attention, adapters and extensions of the step planned."""
+        inputs, attend = self.made_up(shape)
         if self._adapters is not None:
             self._adapters.plan(inputs.lora_slots, inputs.single_slot)
-        if self._states is not None and inputs.states is not None:
-            advance = self._states.plan(inputs.states)
+        for plan in self._extensions.plan:
+            plan(inputs)
         self._gatherer.assembler.mark()
-        return inputs, attend, advance
+        return inputs, attend
 
     def _recorded(self, shape: GraphShape) -> Callable[[Recorder], object]:
         """Return the capture of a shape's planned forward pass."""
-        inputs, attend, advance = self._planned(shape)
-        return lambda recorder: self._record(recorder, shape, inputs, attend, advance)
+        inputs, _ = self._planned(shape)
+        return lambda recorder: self._record(recorder, shape, inputs)
 
     def _record(
-        self, recorder: Recorder, shape: GraphShape, inputs: ModelInputs, attend: Attend, advance: Advance | None
+        self, recorder: Recorder, shape: GraphShape, inputs: ModelInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Capture a forward pass, broken at the shape's groups. The results are in the graphs' memory."""
         broken = self._broken(shape)
         attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
-        if self._states is not None:
-            advance = self._states.breaking(broken, recorder.cut)
-        return self._forward(inputs, attend, advance)
+        return self._forward(inputs, attend, self._arguments(inputs, broken, recorder.cut))
+
+    def _arguments(
+        self, inputs: ModelInputs, broken: frozenset[str], cut: Callable[[Callable[[], None]], None]
+    ) -> dict[str, Any]:
+        """Return further arguments of a forward pass that is captured, or run before its capture."""
+        further: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
+        for arguments in self._extensions.capture_kwargs:
+            further |= arguments(inputs, broken, cut)
+        return further
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
         """Return the query tokens of the made-up requests.
@@ -230,25 +237,22 @@ class GraphRunner:
         return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
 
     def _forward(
-        self, inputs: ModelInputs, attend: Attend, advance: Advance | None
+        self, inputs: ModelInputs, attend: Attend, further: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert inputs.shape is not None
-        further: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
-        if advance is not None:
-            further["advance"] = advance
         hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **further)
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
         return hidden, logits, None if self._taps is None else self._taps.take()
 
     def addresses(self, inputs: ModelInputs) -> tuple[int, ...]:
-        """Return the addresses of the tokens and of the inputs of captured attention and states.
+        """Return the addresses of the tokens and of the inputs of captured attention and extensions.
 
         Not every mixed batch captures the latter.
         """
-        read, states = [inputs.input_ids, inputs.positions], inputs.states
+        read = [inputs.input_ids, inputs.positions]
         if inputs.shape is not None and inputs.shape.padded_requests:
-            if states is not None:
-                read += [states.query_start_loc, states.slots, states.has_initial_state, states.num_accepted]
+            for _, tensors in self._extensions.captured_inputs:
+                read += tensors(inputs)
             for batch in inputs.batches:
                 read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
                 read += [] if batch.common_prefix is None else [batch.common_prefix]

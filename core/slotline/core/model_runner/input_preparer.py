@@ -20,7 +20,7 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import BlockTables
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_metadata_builder import AttentionMetadataBuilder
 from slotline.core.model_runner.decode_fast_path import DecodeFastPath
 from slotline.core.model_runner.device_inputs import DeviceInputs
@@ -41,7 +41,6 @@ class InputPreparer:
         last_tokens: PlaceholderTokens | None = None,
         later: Sequence[DeviceInputs] = (),
         *,
-        has_states: bool = False,
         lora_slots: int = 0,
         has_uncached: bool = False,
         max_fixed_len: int = 0,
@@ -68,7 +67,6 @@ class InputPreparer:
             last_tokens,
             max_tokens=max_tokens,
             max_drafts=max_drafts,
-            has_states=has_states,
             has_uncached=has_uncached,
             lora_slots=lora_slots,
             cuts_wanted=cuts_wanted,
@@ -118,7 +116,6 @@ class InputPreparer:
         host = InputBatchCPU(
             rows=rows,
             table_rows=rows,
-            state_slots=rows,
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
@@ -179,7 +176,6 @@ class InputPreparer:
         host = InputBatchCPU(
             rows=rows,
             table_rows=np.full(len(counts), self.rows.max_requests),
-            state_slots=self._arange[: len(counts)],
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,

@@ -28,7 +28,6 @@ from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.core.model_runner.graph_runner import GraphRunner
-from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
@@ -68,7 +67,6 @@ class ModelRunner:
         mark: says that all copies of a step's inputs have been started, see `AttentionMetadataBuilder.mark`.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
-        states: serves the model's state layers, where it has any.
         adapters: joins adapters to the model, where any may be used.
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
@@ -87,7 +85,6 @@ class ModelRunner:
         drafting: DraftRunner | None = None,
         last_tokens: PlaceholderTokens | None = None,
         pooling: Pooling | None = None,
-        states: StateDispatcher | None = None,
         adapters: AdapterManager | None = None,
         *,
         mark: Callable[[], None],
@@ -106,7 +103,6 @@ class ModelRunner:
         self.drafting = drafting
         self.last_tokens = last_tokens
         self.pooling = pooling
-        self.states = states
         self.adapters = adapters
         self.plain_draws = plain_draws
         self.extensions = extensions
@@ -148,15 +144,13 @@ class ModelRunner:
         return inputs.shape is None or self.graphs is None
 
     def plan(self, inputs: ModelInputs) -> Attend:
-        """Plan a step's attention, its states, its adapters and what extensions run."""
+        """Plan a step's attention, its adapters and what extensions run."""
         attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
         self.plan_others(inputs)
         return attend
 
     def plan_others(self, inputs: ModelInputs) -> None:
         """Plan all that a forward pass needs beside attention."""
-        if self.states is not None and inputs.states is not None:
-            self.states.plan(inputs.states)
         if self.adapters is not None:
             self.adapters.plan(inputs.lora_slots, inputs.single_slot)
         for extra in self.extensions.plan:
@@ -282,7 +276,7 @@ class ModelRunner:
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
-        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advancing}
+        states: dict[str, Any] = {}
         if self.taps is not None:
             states["tap"] = self.taps
         if inputs.wanted is not None and self.router.fast_prefill:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from slotline.core.batch.extensions import Extensions
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
-from slotline.core.model_runner.state_dispatcher import StateDispatcher
 
 
-def nan_cause(router: AttentionDispatcher, states: StateDispatcher | None) -> str:
+def nan_cause(router: AttentionDispatcher, extensions: Extensions) -> str:
     """Return the error that ends a request with NaN, with the plugins that may have made it.
 
-    Without checks only the result is looked at, which every attention and state backend has a part in.
+    Without checks only the result is looked at, which every backend has a part in.
     """
     if router.checks is not None and router.checks.found is not None:
         return f"PluginError: the model gave NaN: {router.checks.found}\n  fix: name another backend"
     plugins = [group.plugin for group in router.groups]
-    plugins += [] if states is None else [group.plugin for group in states.groups]
+    for computed_by in extensions.computed_by:
+        plugins += computed_by()
     names = " or ".join(dict.fromkeys(filter(None, plugins))) or "a backend"
     return (
         f"PluginError: the model gave NaN: {names} made it, or the weights did\n"

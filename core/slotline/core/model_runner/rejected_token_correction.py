@@ -16,9 +16,9 @@ import torch
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import TransferBuffer
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.device_inputs import UploadedInputs
-from slotline.registry.contracts import DeviceOps, StateBatch
+from slotline.registry.contracts import DeviceOps
 
 
 class Bounds(NamedTuple):
@@ -55,7 +55,7 @@ def subtract_rejected(
     bounds: Bounds,
     sent: UploadedInputs,
     tables: Sequence[torch.Tensor],
-    states: StateBatch | None,
+    accepted: torch.Tensor | None,
     groups: Sequence[CacheGroup],
     kernel_block_sizes: Sequence[int],
     ops: DeviceOps | None = None,
@@ -66,7 +66,6 @@ def subtract_rejected(
     """
     read = [i for i, group in enumerate(groups) if group.fixed_len is None]
     of_groups = [(tables[i], sent.slot_mappings[i], kernel_block_sizes[i]) for i in read]
-    accepted = None if states is None else states.num_accepted
     (ops or TorchOps()).subtract_rejected(
         fallen, bounds.which, bounds.owner, sent.positions, sent.seq_lens, accepted, of_groups
     )

@@ -50,6 +50,8 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
                 f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
             )
     scheduler.cache.check(rows)
+    for check in scheduler.extensions.check:
+        check()
 
 
 def _check_progress(scheduler: Scheduler, in_flight: set[int]) -> None:

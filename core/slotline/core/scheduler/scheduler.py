@@ -81,7 +81,9 @@ class Scheduler:
 
         A request that cannot be scheduled, for instance since a plugin of the cache raises, is left out of the step.
         """
-        self._failed = [(self.rows.request(row), e) for row, e in self.cache.keep_states(self.rows, self._running_rows)]
+        self._failed = []
+        for prepare in self.extensions.before_schedule:
+            self._failed += [(self.rows.request(row), error) for row, error in prepare(self._running_rows)]
         rows, counts, preempted = self._schedule_running()
         admitted: list[Request] = []
         if self._waiting and not preempted:
@@ -208,17 +210,11 @@ class Scheduler:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         for limit in self.extensions.limit_tokens:
             left = limit(rows, left)
-        left = self._up_to_checkpoints(rows, left)
         if int(left.sum()) <= self.max_batched_tokens:
             return left
         before = np.cumsum(left) - left
-        return self._up_to_checkpoints(rows, np.clip(self.max_batched_tokens - before, 0, left))
-
-    def _up_to_checkpoints(self, rows: Int, counts: Int) -> Int:
-        """Return `counts`, cut at positions whose state is kept, since a state is copied only between two steps."""
-        if self.cache.checkpoints is None:
-            return counts
-        return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
+        within: Int = np.clip(self.max_batched_tokens - before, 0, left)
+        return within
 
     def _preempt(self) -> list[Request]:
         """Preempt the last running request, and those that are linked with it."""
@@ -328,10 +324,6 @@ class Scheduler:
         count = limited
         fresh = request.row < 0
         row = self.rows.admit(request, self._seed(request)) if fresh else request.row
-        checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
-        if checkpoints is not None:
-            divisible = self.chunked_prefill and not request.whole_prompt
-            count = checkpoints.aim(row, units, hit, count, divisible=divisible)
         ahead = min(hit + count + self.lookahead, self.rows.max_model_len)
         admit = partial(self.cache.try_admit, row, prefix, hashes=request.block_hashes)
         if not admit(ahead) and not admit(hit + count):
@@ -339,8 +331,8 @@ class Scheduler:
                 self.rows.release(request)
             self._unschedule(request)
             return None
-        if checkpoints is not None:
-            checkpoints.begin(row, units, hit)
+        for begin in self.extensions.begin:
+            begin(request, hit)
         self.rows.num_computed_tokens[row] = hit
         if request.status is Status.WAITING:
             request.metrics.num_cached_tokens = hit

@@ -10,6 +10,7 @@ random numbers see the same values as without async scheduling.
 from __future__ import annotations
 
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
 from slotline.core.batch.step_output import PendingSample
 from slotline.core.device.transfer_buffer import Download, TransferBuffer, reserved_bytes
-from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
 from slotline.core.speculation.draft_attention import StagedAttention
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -99,7 +99,7 @@ class AsyncSpecDecode:
         drafting: the drafter.
         last_tokens: the table of placeholder tokens.
         staging: a transfer buffer separate from the step's, which holds the inputs of the forward pass.
-        states: the model's state layers, if it has any.
+        states: extension of the model's state layers, if it has any.
         max_tokens: most tokens of a step.
         vocab_size: size of the vocabulary.
     """
@@ -110,7 +110,7 @@ class AsyncSpecDecode:
         drafting: DraftRunner,
         last_tokens: PlaceholderTokens,
         staging: TransferBuffer,
-        states: StateDispatcher | None = None,
+        states: Any = None,
         *,
         max_tokens: int,
         vocab_size: int,

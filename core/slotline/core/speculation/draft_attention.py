@@ -19,7 +19,7 @@ from slotline.core.batch.attend import Attend
 from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
-from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
 from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOps, DraftPlaces
 

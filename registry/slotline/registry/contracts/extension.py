@@ -48,6 +48,7 @@ CARRIED: tuple[str, ...] = (
     "kv_transfer",
     "microbatches",
     "multimodal",
+    "states",
     "structured_output",
 )
 """Features of a plan that an extension of the same name carries. It is built if the plan has the feature."""
@@ -79,7 +80,10 @@ FEATURE_METHODS = (
     "acquire",
     "give_back",
     "first_waiting",
+    "before_schedule",
+    "limit_prefix",
     "limit_prompt",
+    "begin",
     "trim_tokens",
     "unschedule",
     "find_blocks",
@@ -91,6 +95,8 @@ FEATURE_METHODS = (
     "gather",
     "staging_bytes",
     "capture_kwargs",
+    "captured_inputs",
+    "computed_by",
     "wrap_forward",
     "profile",
     "launched",
@@ -101,6 +107,7 @@ FEATURE_METHODS = (
     "restrictions",
     "revise_tokens",
     "recompute",
+    "accept",
     "advance",
     "after_step",
     "restore",
@@ -320,10 +327,36 @@ class FeatureExtension(StepExtension, Protocol):
         """Return a waiting request that is admitted before all others, for the running `rows` [n], or None."""
         ...
 
+    def before_schedule(self, rows: npt.NDArray[np.int64]) -> Sequence[tuple[int, Exception]]:
+        """Work between two steps, before the next one is scheduled.
+
+        Args:
+            rows: [n] int64, rows of the running requests.
+
+        Returns:
+            Rows whose requests are to end, each with the error.
+        """
+        ...
+
+    def limit_prefix(self, hashes: Sequence[bytes]) -> int:
+        """Return the longest of some prefixes after which a request can resume, 0 for none.
+
+        Args:
+            hashes: of the prefixes of 1, 2, ... units, a unit being whole blocks of each cache group.
+        """
+        ...
+
     def limit_prompt(self, request: Any, computed: int, count: int) -> int | None:
         """Return the tokens of a waiting request's first step, at most `count`, after `computed` cached ones.
 
         None lets it wait. 0 admits it without any work in this step. The last extension is asked first.
+        """
+        ...
+
+    def begin(self, request: Any, computed: int) -> None:
+        """Set up a request that begins to run, or runs again, after `computed` cached tokens.
+
+        It has its row and blocks. An error ends this request only.
         """
         ...
 
@@ -423,6 +456,17 @@ class FeatureExtension(StepExtension, Protocol):
         """
         ...
 
+    def captured_inputs(self, inputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of `gather` that captured calls read. They lie at the same addresses in each step.
+
+        For this the shapes of what `gather` uploads may depend only on the shape of the captured step.
+        """
+        ...
+
+    def computed_by(self) -> Sequence[str]:
+        """Return the full names of plugins whose output a forward pass is made of, for messages."""
+        ...
+
     def launched(self, scheduled: Any) -> None:
         """Note that a step's forward pass has been launched."""
         ...
@@ -461,6 +505,23 @@ class FeatureExtension(StepExtension, Protocol):
         """Return running requests that must be computed again, once a step's device work is done.
 
         Called before the results of the step are used. These requests lose theirs, as if they had been preempted.
+        """
+        ...
+
+    def accept(
+        self,
+        rows: npt.NDArray[np.int64],
+        counts: npt.NDArray[np.int64],
+        accepted: npt.NDArray[np.int64],
+        verified: npt.NDArray[np.bool_],
+    ) -> None:
+        """Keep only the first tokens that a step computed. Called if a step may compute tokens that do not stand.
+
+        Args:
+            rows: [n] int64, the step's rows in its order.
+            counts: [n] int64, tokens that it computed of each.
+            accepted: [n] int64, the leading ones of these that stand.
+            verified: [n] bool, True for rows whose tokens were in question.
         """
         ...
 

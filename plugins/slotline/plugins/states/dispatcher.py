@@ -3,7 +3,7 @@
 A request's slot is its row: a row is held from admission to the end, so slots need no pool, no table and no counting,
 and a step finds them without a look-up. The price is memory for every row from the start, which `explain` and the
 memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros. Slots
-after those of the rows hold checkpoints (`slotline.core.kv_cache.state_checkpoints`).
+after those of the rows hold checkpoints (`checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -49,27 +49,29 @@ class StateDispatcher:
         states: by layer index.
         num_slots: in each of their tensors.
         device: of the states.
-
-    Attributes:
-        checks: of the outputs of backends in eager steps. None for no checks.
     """
-
-    checks: OutputChecks | None = None
 
     def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int, device: str) -> None:
         self.groups = tuple(groups)
         self.num_slots = num_slots
         self._device = device
         self._plans: list[Any] = []
+        self._checks: OutputChecks | None = None  # of the outputs of backends in the planned step, if it is eager
         self._routes = {
             layer.index: (group.backend.forward, states[layer.index], position)
             for position, group in enumerate(groups)
             for layer in group.layers
         }
 
-    def plan(self, batch: StateBatch) -> Advance:
-        """Plan every group for this step on the host. Return the callable that the model's layers call."""
-        shown = None if self.checks is None else ShownBatch.of(batch)
+    def plan(self, batch: StateBatch, checks: OutputChecks | None = None) -> Advance:
+        """Plan every group for this step on the host. Return the callable that the model's layers call.
+
+        Args:
+            batch: of the step.
+            checks: of the outputs of backends, if the step is eager. None for no checks.
+        """
+        self._checks = checks
+        shown = None if checks is None else ShownBatch.of(batch)
         self._plans = [group.backend.plan(batch) for group in self.groups]
         self._batch = batch
         if shown is not None:
@@ -79,7 +81,7 @@ class StateDispatcher:
     @property
     def advancing(self) -> Advance:
         """The callable of the model's layers in a planned eager step."""
-        return self.advance if self.checks is None else self._advance_checked
+        return self.advance if self._checks is None else self._advance_checked
 
     def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one layer under the step's plans and return its output, one row for each token."""
@@ -88,12 +90,12 @@ class StateDispatcher:
 
     def _advance_checked(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one layer as `advance`, and check the backend's output and batch."""
-        if self.checks is None or is_captured():
+        if self._checks is None or is_captured():
             return self.advance(layer, inputs)
         plugin, shown = self.groups[self._routes[layer.index][2]].plugin, ShownBatch.of(self._batch)
         found = self.advance(layer, inputs)
         shown.check(plugin, "forward")
-        self.checks.state(plugin, layer, inputs["v" if "v" in inputs else "x"], found)
+        self._checks.state(plugin, layer, inputs["v" if "v" in inputs else "x"], found)
         return found
 
     def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Advance:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from attrs import define
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.kv_cache.state_rules import StateRules
+from slotline.plugins.states.batches import StateBatches
+from slotline.plugins.states.rules import StateRules
 from slotline.registry.contracts import BlockHash
 from slotline.registry.contracts.kv_spec import UNDIVIDED
 from slotline.registry.errors import ContractError, IntegrityError
@@ -32,7 +33,7 @@ MOST_SEEN = 1 << 16
 
 
 class States(Protocol):
-    """Operations on the states themselves. See `slotline.core.model_runner.state_dispatcher.StateRouter`."""
+    """Operations on the states themselves. See `StateDispatcher`."""
 
     @property
     def num_slots(self) -> int:
@@ -66,15 +67,23 @@ class Checkpoints:
         unit: tokens. Checkpoints are at multiples of it.
         rules: of the cache specs that hold the states.
         names: of these specs, for messages.
+        batches: hold the accepted tokens of rows for the next step's batch.
 
     Attributes:
         lengths: [num_slots] int64, tokens that the state in each slot covers, counted step by step.
         prefixes: [num_slots] int64, tokens of the prefix by which each checkpoint is found.
         counts: see `CheckpointCounts`.
+        num_accepted: as in `StateBatches`.
     """
 
     def __init__(
-        self, rows: RequestTable, states: States, unit: int, rules: StateRules, names: Sequence[str] = ()
+        self,
+        rows: RequestTable,
+        states: States,
+        unit: int,
+        rules: StateRules,
+        names: Sequence[str] = (),
+        batches: StateBatches | None = None,
     ) -> None:
         num_slots = states.num_slots
         self.rows = rows
@@ -84,6 +93,7 @@ class Checkpoints:
         self.lengths = np.zeros(num_slots, np.int64)
         self.counts = CheckpointCounts()
         self.prefixes = np.zeros(num_slots, np.int64)
+        self.num_accepted = (batches or StateBatches(rows)).num_accepted
         self._states = states
         self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
@@ -124,13 +134,24 @@ class Checkpoints:
             divisible: True if its tokens may be split over steps at any place.
         """
         self._kept[row] = hit
-        self._last[row] = len(hashes) * self.unit if divisible else UNDIVIDED
-        shared = next((n for n, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
-        self._branch[row] = shared * self.unit if divisible else UNDIVIDED
+        self._last[row], self._branch[row] = self._places(hashes, divisible=divisible)
         return int(self.cut(np.array([row]), np.array([hit]), np.array([count]))[0])
+
+    def first_cut(self, hashes: Sequence[BlockHash], hit: int, count: int, *, divisible: bool) -> int:
+        """Return what `aim` returns for a request that may have no row yet, and choose nothing."""
+        last, branch = (np.array([place]) for place in self._places(hashes, divisible=divisible))
+        return int(self._cut(np.array([hit]), np.array([count]), last, branch)[0])
+
+    def _places(self, hashes: Sequence[BlockHash], *, divisible: bool) -> tuple[int, int]:
+        """Return where a request ends its last whole unit, and where it leaves the tokens of earlier requests."""
+        if not divisible:
+            return UNDIVIDED, UNDIVIDED
+        shared = next((n for n, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
+        return len(hashes) * self.unit, shared * self.unit
 
     def begin(self, row: int, hashes: Sequence[BlockHash], hit: int) -> None:
         """Assign a row to a request that resumes from the state after its first `hit` tokens."""
+        self.num_accepted[row] = 1
         if hit:
             slot = self._slot_of[hashes[hit // self.unit - 1]]
             self._slot_of.move_to_end(hashes[hit // self.unit - 1])
@@ -154,10 +175,15 @@ class Checkpoints:
         Raises:
             ContractError: if a cache spec ends a request's step at a position that computes no tokens, or too many.
         """
+        if not self.num_slots or not (counts > 1).any():
+            return counts
+        return self._cut(computed, counts, self._last[rows], self._branch[rows])
+
+    def _cut(self, computed: Int, counts: Int, last: Int, branch: Int) -> Int:
         if not self.num_slots or not (several := counts > 1).any():
             return counts
-        first, ends, rows = computed[several], (computed + counts)[several], rows[several]
-        stops = self.rules.stops(first, ends, self._last[rows], self._branch[rows])
+        first, ends = computed[several], (computed + counts)[several]
+        stops = self.rules.stops(first, ends, last[several], branch[several])
         if (wrong := (stops <= first) | (stops > ends)).any():
             at = int(np.argmax(wrong))
             raise self._unfit(f"ends a step at {stops[at]} tokens, of which {first[at]} are computed, up to {ends[at]}")
@@ -204,7 +230,7 @@ class Checkpoints:
     def advance(self, rows: Int, computed: Int, counts: Int) -> None:
         """Record the start of a step that computes `counts` tokens of each of `rows` after its `computed` ones."""
         self.lengths[rows] = np.where(computed > 0, self.lengths[rows], 0) + counts
-        self.rows.num_accepted[rows] = 1
+        self.num_accepted[rows] = 1
 
     def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask, *, done: bool = False) -> None:
         """Roll back to the first `accepted` of the `counts` tokens that a step computed for each of its `rows`.
@@ -216,7 +242,7 @@ class Checkpoints:
             verified: [n] bool, True for rows with drafts.
             done: True if the states were already rolled back after sampling, as with async scheduling.
         """
-        self.rows.num_accepted[rows] = np.where(verified, accepted, 1)
+        self.num_accepted[rows] = np.where(verified, accepted, 1)
         if (back := self.rules.rolls_back(counts, accepted)).any():
             if not done:
                 self._states.commit(np.where(back, rows, -1), accepted)
