@@ -81,10 +81,10 @@ class OutputProcessor:
         if output.draft_positions is not None:
             computed = self._standing(schedule, output)
             rows.num_computed_tokens[schedule.rows] -= ends - computed  # a step in flight may have added its own
-        if self.extensions.accept and (self.overlapped or output.draft_positions is not None):
+        if self.extensions.roll_back and (self.overlapped or output.draft_positions is not None):
             accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
-            for accept in self.extensions.accept:
-                accept(schedule.rows, schedule.num_scheduled, accepted, verified)
+            for roll_back in self.extensions.roll_back:
+                roll_back(schedule.rows, schedule.num_scheduled, accepted, verified)
         rows.num_fallen[schedule.rows] = ends - computed
         cache.commit(rows, schedule.rows, computed)
 

@@ -331,7 +331,7 @@ class Scheduler:
                 self.rows.release(request)
             self._unschedule(request)
             return None
-        for begin in self.extensions.begin:
+        for begin in self.extensions.begin_request:
             begin(request, hit)
         self.rows.num_computed_tokens[row] = hit
         if request.status is Status.WAITING:

@@ -116,7 +116,7 @@ class StateLayers:
             self._units(request), computed, count, divisible=self._divides and not request.whole_prompt
         )
 
-    def begin(self, request: Request, computed: int) -> None:
+    def begin_request(self, request: Request, computed: int) -> None:
         """Give a request's row the state after its cached prefix, and choose where it leaves checkpoints."""
         units = self._units(request)
         self.checkpoints.aim(request.row, units, computed, 1, divisible=self._divides and not request.whole_prompt)
@@ -147,7 +147,7 @@ class StateLayers:
         """Count the tokens that the states of a launched step cover."""
         self.checkpoints.advance(scheduled.rows, scheduled.num_computed, scheduled.num_scheduled)
 
-    def accept(self, rows: Int, counts: Int, accepted: Int, verified: Mask) -> None:
+    def roll_back(self, rows: Int, counts: Int, accepted: Int, verified: Mask) -> None:
         """Roll states back to the accepted tokens of a step."""
         self.checkpoints.commit(rows, counts, accepted, verified, done=self._rolled_back)
 

@@ -83,7 +83,7 @@ FEATURE_METHODS = (
     "before_schedule",
     "limit_prefix",
     "limit_prompt",
-    "begin",
+    "begin_request",
     "trim_tokens",
     "unschedule",
     "find_blocks",
@@ -107,7 +107,7 @@ FEATURE_METHODS = (
     "restrictions",
     "revise_tokens",
     "recompute",
-    "accept",
+    "roll_back",
     "advance",
     "after_step",
     "restore",
@@ -353,7 +353,7 @@ class FeatureExtension(StepExtension, Protocol):
         """
         ...
 
-    def begin(self, request: Any, computed: int) -> None:
+    def begin_request(self, request: Any, computed: int) -> None:
         """Set up a request that begins to run, or runs again, after `computed` cached tokens.
 
         It has its row and blocks. An error ends this request only.
@@ -508,7 +508,7 @@ class FeatureExtension(StepExtension, Protocol):
         """
         ...
 
-    def accept(
+    def roll_back(
         self,
         rows: npt.NDArray[np.int64],
         counts: npt.NDArray[np.int64],
