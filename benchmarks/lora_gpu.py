@@ -77,7 +77,7 @@ def replay(llm: LLM, args: argparse.Namespace, adapters: Sequence[LoRARequest]) 
         llm.engine.step()
     inputs = seen[-1]
     assert inputs.num_tokens == args.requests, inputs.num_tokens
-    assert (inputs.lora_slots is not None) == bool(adapters)
+    assert (inputs.extras["adapters"] is not None) == bool(adapters)
     del graphs.replay
     measured = wall(lambda: graphs.replay(inputs))
     if args.kernels:
@@ -110,9 +110,10 @@ def main() -> None:
         *args.set,
     ]
     llm = engine(args.model, args.prompt + args.output, args.requests, 8192, settings)
-    assert llm.engine.adapters is not None
+    held = llm.engine.extension("adapters")
+    assert held is not None
     with tempfile.TemporaryDirectory() as name:
-        write_adapter(Path(name), llm.engine.adapters._modules, args.rank)  # type: ignore[attr-defined]
+        write_adapter(Path(name), held.steps._modules, args.rank)
         many = [LoRARequest(f"a{index}", index + 1, name) for index in range(args.adapters)]
         cases = {"none": [], "one adapter": many[:1], f"{args.adapters} adapters": many}
         steps = {title: replay(llm, args, adapters) for title, adapters in cases.items()}

@@ -39,7 +39,6 @@ def test_padding_makes_another_batch() -> None:
         rows=rows, table_rows=rows, state_slots=rows, counts=two, starts=np.array([0, 1, 2]), seq_lens=np.array([5, 4]),
         fixed_lens=two, input_ids=np.array([8, 9]), positions=np.array([4, 3]), slots=[np.array([20, 7])],
         logits_indices=np.array([0, 1]), logits_rows=rows, draft_nodes=None, num_nodes=None, num_decodes=2, prefixes=(),
-        lora_slots=None, single_slot=None,
     )  # fmt: skip
     assert batch.pad(GraphShape(2, 1), null_row=6) is batch
     padded = batch.pad(GraphShape(4, 1), null_row=6)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.builder import warmup as first_steps
 from slotline.core.builder.warmup import Warmup
 from slotline.registry.negotiation.groups import GraphPlan
@@ -19,7 +20,7 @@ def graphs_of(**phases: str) -> GraphPlan:
 def made(**changes: Any) -> Warmup:
     """Of a plain decoder in graphs, changed at the paths."""
     groups = (SimpleNamespace(name="full", any_captured=True), SimpleNamespace(name="other", any_captured=False))
-    runner = SimpleNamespace(adapters=None, router=SimpleNamespace(groups=groups))
+    runner = SimpleNamespace(extensions=NO_EXTENSIONS, router=SimpleNamespace(groups=groups))
     planned = SimpleNamespace(
         plan=SimpleNamespace(graphs=graphs_of(decode="full", mixed="none"), state_groups=()),
         stages=SimpleNamespace(divided=False),
@@ -64,7 +65,7 @@ def test_a_plain_decoders_steps_are_recorded_without_attention_that_cannot_be(no
         {"planned__loaded__config__offload_gib": 1.0},
         {"planned__facts__modalities": ("image",)},
         {"planned__facts__max_encoder_len": 1500},
-        {"runner__adapters": object()},
+        {"runner__extensions": Extensions(plan=(print,))},
     ],
     ids=lambda change: next(iter(change)).rsplit("__", 1)[1],
 )

@@ -94,6 +94,12 @@ def test_arguments_of_the_forward_pass_need_a_plan_without_graphs(tiny: Tiny) ->
         LLM(tiny("llama"), **settings("kwargs"))
 
 
+def test_two_extensions_cannot_choose_the_variants_of_graphs(tiny: Tiny) -> None:
+    said = "extension:also_chooses of .* and extension:chooses of .* choose variants of graphs, and one may"
+    with pytest.raises(ContractError, match=said):
+        LLM(tiny("llama"), **settings("chooses", "also_chooses"))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

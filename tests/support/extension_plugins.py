@@ -95,6 +95,14 @@ class Kwargs:
         return {}
 
 
+class Chooses:
+    def __init__(self, context: ExtensionContext) -> None:
+        pass
+
+    def graph_variant(self, rows: Any) -> int:
+        return 0
+
+
 class Raises:
     def __init__(self, context: ExtensionContext) -> None:
         pass
@@ -113,6 +121,8 @@ wrong_logits = _descriptor("wrong_logits", WrongLogits)
 wrong_inputs = _descriptor("wrong_inputs", WrongInputs)
 kwargs = _descriptor("kwargs", Kwargs)
 raises = _descriptor("raises", Raises)
+chooses = _descriptor("chooses", Chooses)
+also_chooses = _descriptor("also_chooses", Chooses)
 needs_drafts = _descriptor("needs_drafts", Kwargs, requires=("drafts", "lanes"))
 lanes = _descriptor("lanes", WrongInputs, provides=("lanes",))
 no_lanes = _descriptor("no_lanes", WrongInputs, excludes=("lanes",))

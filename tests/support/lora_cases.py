@@ -17,7 +17,7 @@ ATTENTION_AND_MLP = r".*\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_pro
 
 def expansions(llm: LLM) -> list[tuple[str, ...]]:
     """Which products' shares are expanded from what stood behind their weights, from now on."""
-    adapters: Any = llm.engine.adapters
+    adapters: Any = llm.engine.extension("adapters").steps
     seen: list[tuple[str, ...]] = []
     original = adapters._expand
 

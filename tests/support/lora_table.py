@@ -68,7 +68,7 @@ class Row:
 def measure(name: str, path: Path, folder: Path) -> Row:
     """Run a family's checkpoint; its adapters go into the folder."""
     engines = [LLM(path, **SETTINGS, optimize=optimize) for optimize in (False, True)]
-    adapters: Any = engines[0].engine.adapters
+    adapters: Any = engines[0].engine.extension("adapters").steps
     modules = trainable(name, list(adapters._modules))
     targets = {"target_modules": modules}
     oracle = PeftOracle(path, folder, {"first": targets, "second": {**targets, "r": 3, "use_rslora": True}})

@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from attrs import define, field, frozen
 
-from slotline.registry.descriptor import Descriptor
+from slotline.registry.contracts.extension import CARRIED
+from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import PluginError, SlotlineError
 from slotline.registry.loading import label_of, one_line, remedy_for
 
@@ -55,6 +56,7 @@ class BuiltPlugins:
     """Objects made by the factories of an engine's plugins, in order."""
 
     _built: list[BuiltPlugin] = field(factory=list)
+    _carriers: set[str] = field(factory=set)  # packages of our extensions, which call plugins and are none
 
     def add(self, descriptor: Descriptor[Any], source: str, built: Any) -> None:
         """Remember a built object.
@@ -65,6 +67,9 @@ class BuiltPlugins:
             built: the object made by its factory.
         """
         factory = descriptor.factory
+        if descriptor.kind is Kind.EXTENSION and descriptor.name in CARRIED and str(factory).startswith("slotline."):
+            self._carriers.add(str(factory).partition(":")[0].rpartition(".")[0])
+            return
         found = [getattr(built, "__module__", None), getattr(type(built), "__module__", None)]
         found.append(factory.partition(":")[0].strip() if isinstance(factory, str) else _module_of(factory))
         modules = frozenset(name for name in found if isinstance(name, str) and not _is_library(name))
@@ -115,7 +120,7 @@ class BuiltPlugins:
             plugin for plugin in self._built if plugin.built is getattr(error, "obj", self)
         ]  # a method of a missing feature
         for module, frame in frames:
-            if _is_ours(module):
+            if _is_ours(module) or any(module.startswith(f"{package}.") for package in self._carriers):
                 called = self._called_by(frame)
                 return next((plugin for plugin in called if plugin in maybe), (*maybe, *called, None)[0])
             if receiver := self._receiver(frame):

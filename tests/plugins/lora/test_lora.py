@@ -18,9 +18,9 @@ from repository import SUPPORT
 from safetensors.torch import load_file, save, save_file
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.plugins.lora.manager.adapter_use import AdapterUse
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -209,14 +209,14 @@ def test_steps_of_one_adapter_are_told_as_such_and_equal_peft(llama, oracle, mon
     named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
     settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 8, "memory": "8MiB"}
     llm = LLM(llama, optimize=False, **{**settings, **LORA, **named})
-    single, slots = llm.engine.adapters._plan_single, list[int]()
+    single, slots = llm.engine.extension("adapters").steps._plan_single, list[int]()
 
     def plan_single(planned: torch.Tensor, slot: int) -> None:
         assert set(planned.tolist()) <= {slot, -1}
         slots.append(slot)
         single(planned, slot)
 
-    monkeypatch.setattr(llm.engine.adapters, "_plan_single", plan_single)
+    monkeypatch.setattr(llm.engine.extension("adapters").steps, "_plan_single", plan_single)
     check(llm, oracle, ["plain", "stabilised"], length=3)
     assert slots == []
     check(llm, oracle, ["stabilised", None], length=3)
@@ -276,7 +276,7 @@ def test_a_swap_reads_no_file_while_the_host_holds_the_adapter_and_the_one_used_
 @pytest.mark.parametrize(("drafts", "most"), [({}, 32), ({"drafter.name": "ngram", "drafter.tokens": 3}, 128)])
 def test_a_plugin_has_room_for_every_captured_batch_even_above_the_budget(drafts, most, engine):
     llm = engine(**drafts, max_num_batched_tokens=16, max_num_seqs=32)
-    assert llm.engine.adapters._lora.context.max_tokens == most
+    assert llm.engine.extension("adapters")._lora.context.max_tokens == most
 
 
 def test_an_adapter_waits_for_a_slot_without_being_passed_and_base_requests_go_on(engine, oracle):
@@ -427,14 +427,15 @@ def test_made_up_steps_use_every_slot_or_none_and_leave_the_slots_as_they_were(e
     llm = engine()
     gatherer, runner = llm.engine.gatherer, llm.engine.runner
     check(llm, oracle, ["plain"], length=2)
-    inputs = gatherer.dummy([3, 2], adapters=AdapterUse.MANY)
-    assert inputs.lora_slots.tolist() == [0, 1, 0, 1, 0]
-    assert gatherer.dummy([3, 2]).lora_slots is None
-    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=AdapterUse.MANY), adapters=AdapterUse.MANY)
-    assert padded.lora_slots.tolist() == [0, 1, 0, -1]
-    assert padded.single_slot is None
-    single = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=AdapterUse.ONE), adapters=AdapterUse.ONE)
-    assert (single.lora_slots.tolist(), single.single_slot) == ([0, 0, 0, -1], 0)
+    inputs = gatherer.dummy([3, 2], variant=AdapterUse.MANY)
+    assert inputs.extras["adapters"].slots.tolist() == [0, 1, 0, 1, 0]
+    assert gatherer.dummy([3, 2]).extras["adapters"] is None
+    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.MANY), variant=AdapterUse.MANY)
+    assert padded.extras["adapters"].slots.tolist() == [0, 1, 0, -1]
+    assert padded.extras["adapters"].single_slot is None
+    single = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.ONE), variant=AdapterUse.ONE)
+    found = single.extras["adapters"]
+    assert (found.slots.tolist(), found.single_slot) == ([0, 0, 0, -1], 0)
     runner.run(inputs)
     runner.run(gatherer.dummy([3, 2]))
     assert llm.list_loras() == {1}
@@ -457,14 +458,14 @@ NONE, ONE, MANY = AdapterUse
 )
 def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
     shapes = GraphDispatcher(
-        {"decode": "full"}, (1, 2, 4), query_len=1, max_requests=4, max_tokens=16, adapters=lambda _: captured
+        {"decode": "full"}, (1, 2, 4), query_len=1, max_requests=4, max_tokens=16, variants=lambda _: captured
     )
-    assert {shape.adapters for shape in shapes.largest_first} == set(captured)
+    assert {shape.variant for shape in shapes.largest_first} == set(captured)
     assert len(shapes.largest_first) == 3 * len(captured)
     one = np.ones(3, np.int64)
     schedule = SchedulerOutput(rows=np.arange(3), num_scheduled=one, num_computed=one, num_tokens=3, num_decodes=3)
-    found = [shapes.shape_for(schedule, adapters=use) for use in AdapterUse]
-    assert found == [None if use is None else GraphShape(4, 1, adapters=use) for use in taken]
+    found = [shapes.shape_for(schedule, variant=use) for use in AdapterUse]
+    assert found == [None if use is None else GraphShape(4, 1, variant=use) for use in taken]
 
 
 # --- over pipeline stages, each with a plugin of its own
@@ -472,7 +473,7 @@ def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
 
 def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them(engine, embedded):
     llm = engine(**EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": 3})
-    parts = llm.engine.adapters._lora._parts
+    parts = llm.engine.extension("adapters")._lora._parts
     layers = [{path.split(".")[2] for path in part.lora.context.modules if ".layers." in path} for part in parts]
     assert set.union(*layers) == set("0123")
     assert sum(map(len, layers)) == 4
@@ -499,12 +500,12 @@ def test_products_over_stages_are_extended_and_planned_for_one_adapter(llama, or
     check(llm, oracle, ["plain", "stabilised", None], length=3)
     check(llm, oracle, ["stabilised", None], length=3)
     assert len(set(expanded)) == 28
-    assert [part.lora._places for part in llm.engine.adapters._lora._parts] == [[1, 0], [1, 0]]
+    assert [part.lora._places for part in llm.engine.extension("adapters")._lora._parts] == [[1, 0], [1, 0]]
 
 
 def test_an_adapter_that_a_later_stage_refuses_is_in_none(engine, oracle, monkeypatch):
     llm = engine(**{"parallel.pipeline": 2})
-    first, last = (part.lora for part in llm.engine.adapters._lora._parts)
+    first, last = (part.lora for part in llm.engine.extension("adapters")._lora._parts)
 
     def refuses(name: str, path: str) -> int:
         raise RequestError("no room")
@@ -542,7 +543,7 @@ def test_an_adapter_that_is_loaded_again_from_files_of_equal_size_and_time_has_t
 ):
     if blind:  # as on a file system that keeps no times of inodes
         monkeypatch.setattr("slotline.plugins.lora.slots.signature", lambda path: ())
-        monkeypatch.setattr("slotline.core.lora.slot_manager.files_of", lambda request: "")
+        monkeypatch.setattr("slotline.plugins.lora.manager.slot_manager.files_of", lambda request: "")
     shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
     mine = LoRARequest("mine", 9, str(tmp_path / "mine"))
     settings = {"merged": {"lora.merge": True}, "over stages": {"parallel.pipeline": 2}}.get(way, {})
@@ -777,7 +778,7 @@ INLINE = f"{SUPPORT / 'narrow_lora.py'}:descriptor"
 
 def counted(llm: LLM, method: str) -> list[str]:
     """The adapters for which the plugin's method is called from now on."""
-    plugin, names = llm.engine.adapters._lora, list[str]()
+    plugin, names = llm.engine.extension("adapters")._lora, list[str]()
     original = type(plugin).load
 
     def call(name: str, *rest: Any) -> Any:

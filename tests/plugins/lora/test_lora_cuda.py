@@ -12,7 +12,7 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.plugins.lora.manager.adapter_use import AdapterUse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -94,8 +94,8 @@ def test_products_with_adapters_behind_their_weights_give_peft_s_text(
             wanted = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, names, strict=True)]
             assert tokens(llm, oracle, names) == wanted, (mode, name)
             assert (
-                llm.engine.adapters._lora._places.index(0)
-                == llm.engine.adapters._known[oracle.request(name).lora_int_id].slot
+                llm.engine.extension("adapters")._lora._places.index(0)
+                == llm.engine.extension("adapters")._known[oracle.request(name).lora_int_id].slot
             )
         llm.engine.runner.model.reload_weights()
         assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], mode
@@ -161,13 +161,13 @@ def test_graphs_are_captured_without_adapters_with_one_and_with_many_or_with_man
 ) -> None:
     path = tiny_models.build("llama", tmp_path / "model", 0)
     llm = engine(path, **{"lora.name": "triton", "lora.specialize_graphs": specialize})
-    assert {shape.adapters for shape in llm.engine.graphs.shapes.largest_first} == captured
+    assert {shape.variant for shape in llm.engine.graphs.shapes.largest_first} == captured
     oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}, "second": {}})
     used, graphs = [], llm.engine.graphs
     original = graphs.replay
 
     def remember(inputs: Any) -> Any:
-        used.append((inputs.shape.query_len, inputs.shape.adapters))
+        used.append((inputs.shape.query_len, inputs.shape.variant))
         return original(inputs)
 
     graphs.replay = remember
@@ -218,6 +218,6 @@ def test_adapters_over_stages_give_peft_s_text(pipeline: tuple[str, ...], tmp_pa
     for plugin in ("triton", "torch"):
         settings = {"lora.name": plugin, "lora.target_modules": tuple(targets), "parallel.pipeline": pipeline}
         llm = engine(path, **settings)
-        assert [part.device for part in llm.engine.adapters._lora._parts] == list(pipeline)
+        assert [part.device for part in llm.engine.extension("adapters")._lora._parts] == list(pipeline)
         assert tokens(llm, oracle, NAMES) == expected, plugin
         assert tokens(llm, oracle, ["second"] * len(PROMPTS)) == alone, plugin

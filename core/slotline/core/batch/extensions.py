@@ -22,6 +22,7 @@ Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
+_NO_FIELD = frozenset({"give_back", "outside_steps"})
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
 
 
@@ -38,6 +39,7 @@ class Extensions:
 
     named: Mapping[str, Any] = field(factory=dict)
     inputs: frozenset[str] = frozenset()
+    engine_ready: tuple[Callable[[], None], ...] = ()
     prepare_request: tuple[Callable[[Request], None], ...] = ()
     validate: tuple[Callable[[Request], None], ...] = ()
     followers: tuple[Callable[[Request], Sequence[Request]], ...] = ()
@@ -46,8 +48,7 @@ class Extensions:
     leave: tuple[Callable[[Request], None], ...] = ()
     defer: tuple[Callable[[Request], bool], ...] = ()
     collect_ready: tuple[Callable[..., tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]], ...] = ()
-    acquire: tuple[Callable[..., bool], ...] = ()
-    give_back: tuple[Callable[[Request], None], ...] = ()
+    acquire: tuple[tuple[Callable[..., bool], Callable[[Request], None]], ...] = ()  # each with its `give_back`
     first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
     before_schedule: tuple[Callable[[Int], Sequence[tuple[int, Exception]]], ...] = ()
     limit_prefix: tuple[Callable[[Sequence[BlockHash]], int], ...] = ()
@@ -64,6 +65,8 @@ class Extensions:
     forget_prefixes: tuple[Callable[[], None], ...] = ()
     limit_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     before_step: tuple[Callable[[SchedulerOutput], SchedulerOutput], ...] = ()
+    step_variants: tuple[Callable[[], Sequence[int]], ...] = ()
+    captured_variants: tuple[Callable[[int], Sequence[int]], ...] = ()
     graph_variant: tuple[Callable[[Int], int], ...] = ()
     gather: tuple[tuple[str, Callable[..., Any]], ...] = ()
     staging_bytes: tuple[Callable[[int], int], ...] = ()
@@ -76,6 +79,7 @@ class Extensions:
     wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
     profile: tuple[Callable[[], Any], ...] = ()
     launched: tuple[Callable[[SchedulerOutput], None], ...] = ()
+    plan_logits: tuple[Callable[[ModelInputs, torch.Tensor], None], ...] = ()
     begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()
     wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()
     leaves_logits: tuple[Callable[[ModelInputs], bool], ...] = ()
@@ -111,8 +115,10 @@ class Extensions:
         def named(method: str) -> tuple[Any, ...]:
             return tuple((name, getattr(one, method)) for name, _, one in built if hasattr(one, method))
 
-        methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS)}
+        taking = [one for _, _, one in built if hasattr(one, "acquire")]
+        methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS) if method not in _NO_FIELD}
         methods |= {method: named(method) for method in ("gather", "captured_inputs")}
+        methods["acquire"] = tuple((one.acquire, getattr(one, "give_back", _nothing)) for one in taking)
         for last_first in ("limit_tokens", "limit_prompt"):
             methods[last_first] = methods[last_first][::-1]
         return cls(named={name: one for name, _, one in built}, inputs=inputs, **methods)
@@ -128,6 +134,10 @@ class Extensions:
 
 
 NO_EXTENSIONS = Extensions()
+
+
+def _nothing(_: Request) -> None:
+    """Give back nothing."""
 
 
 def _limits(method: Callable[[Int, Int], Any], label: str) -> Callable[[Int, Int], Int]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
 
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.padding import padded_size
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.registry.negotiation import capture_sizes
@@ -27,14 +26,14 @@ class GraphShape:
         num_requests: of a mixed batch whose attention is captured too, requests without query tokens included. 0 if
             attention runs between the graphs and takes any number.
         cascade: whether the batch has a common prefix that is served apart.
-        adapters: how many adapters it is captured for.
+        variant: of the forward pass, as an extension numbers them. 0 for the plain one.
     """
 
     num_tokens: int
     query_len: int
     num_requests: int = 0
     cascade: bool = False
-    adapters: AdapterUse = AdapterUse.NONE
+    variant: int = 0
 
     @property
     def padded_requests(self) -> int:
@@ -54,8 +53,8 @@ class GraphDispatcher:
             requests are padded too.
         cascade: for a number of requests and of query tokens each: whether a uniform batch of them may have a common
             prefix that is served apart.
-        adapters: for a query length, 0 for mixed batches, the uses of adapters that shapes are captured for, in
-            ascending order. A shape captured for more adapters serves steps with fewer too.
+        variants: for a query length, 0 for mixed batches, the variants that shapes are captured for, in ascending
+            order. A shape of a larger variant serves steps of a smaller one too.
     """
 
     def __init__(
@@ -68,13 +67,13 @@ class GraphDispatcher:
         max_tokens: int,
         mixed_attention: bool = False,
         cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
-        adapters: Callable[[int], tuple[AdapterUse, ...]] = lambda query_len: (AdapterUse.NONE,),
+        variants: Callable[[int], Sequence[int]] = lambda query_len: (0,),
     ) -> None:
         mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._most_mixed = max_requests if mixed_attention else 0
-        self._adapters = adapters
+        self._variants = variants
         for phase, length in (("decode", 1), ("verify", query_len)):
             if phases.get(phase, "none") != "none":
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
@@ -91,24 +90,22 @@ class GraphDispatcher:
     def largest_first(self) -> tuple[GraphShape, ...]:
         """Every shape in the order of capture."""
         every = [
-            self._shape(size, length, cascade=cascade, adapters=adapters)
+            self._shape(size, length, cascade=cascade, variant=variant)
             for cascade, by_length in ((False, self._sizes), (True, self._cascades))
             for length, sizes in by_length.items()
             for size in sizes
-            for adapters in self._adapters(length)
+            for variant in self._variants(length)
         ]
-        return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.adapters)))
+        return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.variant)))
 
-    def shape_for(
-        self, schedule: SchedulerOutput, *, cascade: bool = False, adapters: AdapterUse = AdapterUse.NONE
-    ) -> GraphShape | None:
+    def shape_for(self, schedule: SchedulerOutput, *, cascade: bool = False, variant: int = 0) -> GraphShape | None:
         """Return the captured shape that a step is padded to.
 
         Return None if the step runs eagerly.
 
         Args:
             cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
-            adapters: how many its requests use.
+            variant: that its requests need.
         """
         if schedule.eager:
             return None
@@ -117,11 +114,11 @@ class GraphDispatcher:
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
         sizes = (self._cascades if cascade else self._sizes).get(length, ())
-        use = next((captured for captured in self._adapters(length) if captured >= adapters), None)
-        if not sizes or tokens > sizes[-1] or use is None:
+        taken = next((captured for captured in self._variants(length) if captured >= variant), None)
+        if not sizes or tokens > sizes[-1] or taken is None:
             return None
-        return self._shape(padded_size(tokens, sizes), length, cascade=cascade, adapters=use)
+        return self._shape(padded_size(tokens, sizes), length, cascade=cascade, variant=taken)
 
-    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: AdapterUse) -> GraphShape:
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, variant: int) -> GraphShape:
         num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
-        return GraphShape(num_tokens, query_len, num_requests, cascade, adapters)
+        return GraphShape(num_tokens, query_len, num_requests, cascade, variant)

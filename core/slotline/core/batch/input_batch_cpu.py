@@ -26,8 +26,7 @@ class InputBatchCPU:
             [num_requests + 1] int64, the first token of each, and `seq_lens` [num_requests] int64 are padded too.
         fixed_lens: [num_requests] int64, keys of each in groups whose keys are all there from its first step on.
         input_ids, positions: [num_tokens] int64, padded to the shape's tokens, as are `slots` [num_tokens] int64 by
-            cache group and `lora_slots` [num_tokens] int64, None for a step without adapters.
-        single_slot: as in `ModelInputs`.
+            cache group.
         logits_indices, logits_rows, draft_nodes: [num_logits] int64, as in `ModelInputs`.
         num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes. None for no tree.
         num_decodes: leading requests with one token.
@@ -57,8 +56,6 @@ class InputBatchCPU:
     num_nodes: Int | None
     num_decodes: int
     prefixes: Sequence[int]
-    lora_slots: Int | None
-    single_slot: int | None
     cuts_wanted: bool = False
     pending: npt.NDArray[np.bool_] | None = None
     token_rows: Int = field()
@@ -111,8 +108,6 @@ class InputBatchCPU:
                 np.pad(one, (0, padding)) for one in (self.input_ids, self.positions)
             )
             changes["slots"] = [np.pad(slots, (0, padding), constant_values=PAD_SLOT) for slots in self.slots]
-            if self.lora_slots is not None:
-                changes["lora_slots"] = np.pad(self.lora_slots, (0, padding), constant_values=PAD_SLOT)
         if (missing := shape.padded_requests - len(self.rows)) > 0:
             more = np.arange(1, missing + 1) * shape.query_len
             changes["starts"] = np.concatenate([self.starts, self.starts[-1] + more])

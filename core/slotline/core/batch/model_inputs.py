@@ -57,9 +57,6 @@ class ModelInputs:
         scored: the logits' rows that want log-probabilities. None for none.
         embeds: [num_padded_tokens, hidden_size] in the model's dtype, embeddings that the model reads in place of those
             of the tokens, never with a shape. None for the tokens' own.
-        lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none. None if the
-            step runs without adapters.
-        single_slot: the slot of all tokens that have one if the step runs for one adapter, else None.
         extras: what `gather` of extensions returned, by the extension's name.
         made_up: whether the step is made up for profiling, warm-up or capture.
     """
@@ -88,8 +85,6 @@ class ModelInputs:
     sampling_params: torch.Tensor | None
     scored: ScoredPlaces | None
     embeds: torch.Tensor | None = None
-    lora_slots: torch.Tensor | None = None
-    single_slot: int | None = None
     wanted: FastPrefillBatch | None = None
     pending: npt.NDArray[np.bool_] | None = None
     extras: Mapping[str, Any] = field(factory=dict)

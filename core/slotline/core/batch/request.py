@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import Factory, define, field
 
-from slotline.core.api.lora_request import LoRARequest
 from slotline.core.api.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.api.prompts import as_token_array
 from slotline.registry.contracts import BlockHash, PoolingParams
@@ -44,7 +43,7 @@ class Request:
         prompt: text of the prompt, if it came as text.
         priority: lower runs first under the priority policy.
         cache_salt: requests share cached prefixes only with equal salts.
-        lora_request: its adapter. `adapter_key` separates its cached keys and values from those of other adapters.
+        cache_key: beside the salt, text that separates its cached prefixes from those of requests with another key.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
         leader: the request that this one belongs to, None for one that was added. Users are told only of those.
@@ -70,8 +69,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     cache_salt: str = ""
-    lora_request: LoRARequest | None = None
-    adapter_key: str = ""
+    cache_key: str = ""
     index: int = 0
     arrival: int = 0
     arrival_time: float = field(factory=monotonic)

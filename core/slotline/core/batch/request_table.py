@@ -49,7 +49,6 @@ class RequestTable:
         num_logprobs, num_prompt_logprobs: -1 for none.
         hidden: bool, the row's request belongs to another, which users know.
         any_hidden: whether any row's request is hidden.
-        lora_slot: slot of the request's adapter, -1 for none.
         stop_token_ids: [max_requests, width] int32, filled up with -1, as wide as the longest list so far.
         ignore_eos, streams: flags. `streams` rows are detokenised in every step.
         requests: the request of each row, or None.
@@ -83,7 +82,6 @@ class RequestTable:
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
         self.hidden = np.zeros(max_requests, bool)
         self.any_hidden = False
-        self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
         self.streams = np.zeros(max_requests, bool)
@@ -212,7 +210,6 @@ class RequestTable:
         self.token_ids[row, :num_prompt] = request.token_array
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
-        self.lora_slot[row] = -1  # until its adapter is in one
         self.fixed_len[row] = request.fixed_len
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A pooling request has no token to come, so its prompt may be as long as the model allows.

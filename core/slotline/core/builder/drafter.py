@@ -8,7 +8,7 @@ from pathlib import Path
 from attrs import evolve
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.lora import shared
+from slotline.core.builder.parts import Parts
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.speculation.draft_length_controller import DraftLengthController
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -41,8 +41,9 @@ def _load_draft_model(planned: Planned, path: Path) -> Model:
     )
 
 
-def build_drafting(planned: Planned, rows: RequestTable, model: Model) -> DraftRunner | None:
+def build_drafting(parts: Parts) -> DraftRunner | None:
     """Build the planned drafter for the rows of the request table. Return None if the plan has no drafter."""
+    planned, rows, model = parts.planned, parts.rows, parts.model
     descriptor, facts = planned.drafter, planned.facts
     if descriptor is None:
         return None
@@ -58,8 +59,8 @@ def build_drafting(planned: Planned, rows: RequestTable, model: Model) -> DraftR
         dtype=planned.plan.dtype,
         path=draft_path(loaded, facts),
         facts=facts,
-        compute_logits=shared(planned, model, model.compute_logits),
-        embed=None if embed is None else shared(planned, model, embed),
+        compute_logits=parts.outside_steps(model.compute_logits),
+        embed=None if embed is None else parts.outside_steps(embed),
         layers=planned.draft_layers,
         load_model=partial(_load_draft_model, planned),
         options=planned.options(descriptor),

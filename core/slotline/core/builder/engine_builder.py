@@ -13,7 +13,6 @@ from slotline.core.builder.drafter import build_drafting
 from slotline.core.builder.extensions import build_extensions
 from slotline.core.builder.graphs import build_graphs
 from slotline.core.builder.layer_groups import LayerGroupBuilder
-from slotline.core.builder.lora import adapter_notes, build_adapters, has_slots, load_named
 from slotline.core.builder.parts import CacheMemory, Parts
 from slotline.core.builder.placement import device_memory, later_feeds
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
@@ -32,7 +31,6 @@ from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.kv_cache.sizing import MemoryReport, size_pool
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionGroup
 from slotline.core.model_runner.decode_fast_path import repeats_for
 from slotline.core.model_runner.input_preparer import InputPreparer
@@ -142,11 +140,8 @@ class EngineBuilder:
         scales = self.groups.kv_scales()
         attention = self.groups.attention_groups(scales)
         cascade = self.groups.cascade(attention, groups)
-        drafting = build_drafting(self.planned, rows, model)
-        adapters = build_adapters(planned, model, rows)
-        gatherer, runner = self._runner(
-            model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters, extensions
-        )
+        drafting = build_drafting(evolve(parts, named=extensions.named))
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
         first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
         if planned.device_capabilities.streams.support:
             with self.startup.scope("compile"):
@@ -170,7 +165,7 @@ class EngineBuilder:
         engine = Engine(
             plan=planned.plan,
             rows=rows,
-            scheduler=self._scheduler(rows, cache, adapters, extensions),
+            scheduler=self._scheduler(rows, cache, extensions),
             gatherer=gatherer,
             runner=runner,
             pipeline=pipeline,
@@ -185,9 +180,8 @@ class EngineBuilder:
             tokenizer=tokenizer,
             memory=memory,
             plugins=self.plugins,
-            notes=model.notes + extensions.notes + adapter_notes(planned),
+            notes=model.notes + extensions.notes,
             cascade=cascade,
-            adapters=adapters,
             extensions=extensions,
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
@@ -207,7 +201,8 @@ class EngineBuilder:
                 if drafting is not None and planned.captures_drafts:
                     drafting.capture(engine.graphs, progress=config.observability.progress)
         compiling.listen()
-        load_named(planned, adapters)
+        for ready in extensions.engine_ready:
+            ready()
         runner.router.calculating = scales if scales is not None and scales.pending else None
         planned.registry.hooks.engine_built(engine)
         return engine
@@ -248,7 +243,6 @@ class EngineBuilder:
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
         drafting: DraftRunner | None,
-        adapters: AdapterManager | None,
         extensions: Extensions,
     ) -> tuple[InputPreparer, ModelRunner]:
         config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
@@ -277,7 +271,6 @@ class EngineBuilder:
             most_drafts,
             last_tokens,
             later,
-            lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_fixed_len=self.planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
@@ -297,7 +290,6 @@ class EngineBuilder:
             drafting,
             last_tokens,
             self._pooling(model, rows, stagings[-1]),
-            adapters=adapters,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
@@ -389,7 +381,6 @@ class EngineBuilder:
         self,
         rows: RequestTable,
         cache: KVCacheManager,
-        adapters: AdapterManager | None,
         extensions: Extensions,
     ) -> Scheduler:
         config = self.planned.loaded.config
@@ -400,7 +391,6 @@ class EngineBuilder:
             chunked_prefill=self.planned.chunked_prefill,
             default_seed=config.sampling.seed,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
-            adapters=adapters,
             extensions=extensions,
         )
 

@@ -44,6 +44,11 @@ def build_extensions(parts: Parts) -> Extensions:
                 fix='declare excludes=("graphs",) in its ExtensionCapabilities',
             )
         built.append((descriptor.name, label, extension))
+    choosing = [label for _, label, one in built if hasattr(one, "graph_variant")]
+    if len(choosing) > 1:
+        raise ContractError(
+            f"{' and '.join(choosing)} choose variants of graphs, and one may", fix="do without the others"
+        )
     inputs = frozenset(name for one in parts.planned.all_extensions for name in one.capabilities.inputs)
     return Extensions.of(built, inputs)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
-from slotline.core.builder.lora import captured_for, uses
 from slotline.core.engine.engine import Engine
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.planner.plan import Planned
@@ -31,7 +27,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         cascade=lambda requests, query_len: any(
             engine.cascade.longest(np.full(requests, query_len), planned.max_model_len)
         ),
-        adapters=partial(_captured_adapters, planned),
+        variants=next(iter(engine.extensions.captured_variants), lambda query_len: (0,)),
     )
     runner = engine.runner
     return GraphRunner(
@@ -44,15 +40,5 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         runner.token_ids,
         runner.taps,
         engine.extensions,
-        runner.adapters,
         planned.hardware[planned.device],
     )
-
-
-def _captured_adapters(planned: Planned, query_len: int) -> tuple[AdapterUse, ...]:
-    """Return the uses of adapters for which batches of a query length are captured."""
-    descriptor, possible = planned.lora, uses(planned)
-    if descriptor is None or possible == (AdapterUse.NONE,):
-        return (AdapterUse.NONE,)
-    specialize = planned.loaded.config.lora.specialize_graphs
-    return captured_for(descriptor, query_len, specialize=specialize, single=AdapterUse.ONE in possible)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,12 @@ class Parts:
     named: Mapping[str, Any]
     checks: OutputChecks | None = None
     memory: CacheMemory | None = None
+
+    def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return one of the model's functions for calls outside of a step, see `FeatureExtension.outside_steps`."""
+        for one in self.named.values():
+            call = one.outside_steps(call) if hasattr(one, "outside_steps") else call
+        return call
 
     def build(self, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
         """Build a plugin's object from its context, see `build_plugin`."""

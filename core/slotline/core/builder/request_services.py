@@ -134,6 +134,11 @@ def _absent(planned: Planned, refusal: tuple[str, str] | None) -> dict[str, Call
     absent: dict[str, Callable[[Any], tuple[str, str]]] = {}
     if refusal is not None:
         absent["structured_outputs"] = lambda _: refusal
+    if planned.lora is None:
+        absent["lora_request"] = lambda given: (
+            f"adapter {given.lora_name!r} in an engine without adapters",
+            'name a LoRA plugin, for instance lora.name = "torch"',
+        )
     if not planned.facts.modalities:
         absent["features"] = lambda given: (f"{len(given)} features for a model of text alone", "leave them out")
     return absent

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, product
 
 import torch
 from attrs import frozen
 
 from slotline.core.batch.model_inputs import ModelInputs, even_split
-from slotline.core.builder.lora import uses
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.graph_runner import GraphRunner
@@ -44,7 +43,7 @@ class Warmup:
         return self.gatherer.dummy(
             even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
             vocab_size=self.planned.facts.vocab_size,
-            adapters=max(uses(self.planned)),
+            variant=max(self._variants),
             beginning=self._overlaps,
         )
 
@@ -86,15 +85,14 @@ class Warmup:
     def _may_be_recorded(self) -> bool:
         """A forward pass outside of the graphs can be captured too.
 
-        This is not so with states, adapters, an encoder or offloaded weights. Their work for an eager step need not be
-        capturable.
-
+        This is not so with states, an encoder, offloaded weights, or an extension that plans its own kernels. Their
+        work for an eager step need not be capturable.
         """
         planned, facts = self.planned, self.planned.facts
         if not planned.plan.graphs.any_captured or planned.stages.divided or planned.loaded.config.offload_gib:
             return False
-        states, adapters = planned.plan.state_groups, self.runner.adapters
-        return not states and adapters is None and not facts.modalities and not facts.max_encoder_len
+        eager = planned.plan.state_groups, self.runner.extensions.plan, facts.modalities, facts.max_encoder_len
+        return not any(eager)
 
     def _forwards(self, steps: Iterator[ModelInputs]) -> Iterator[Callable[[Recorder], object]]:
         """Return the forward passes of steps, without attention that cannot be captured."""
@@ -117,8 +115,8 @@ class Warmup:
     def _warm_ups(self) -> Iterator[ModelInputs]:
         """Yield the steps of a warm-up, made up one by one."""
         sizes = (1, 16, _LONG_PROMPT) if self._overlaps else (1, 16)
-        for adapters, size in product(uses(self.planned), sizes):
-            yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)
+        for variant, size in product(self._variants, sizes):
+            yield self.gatherer.dummy([min(size, self._longest)], variant=variant)
 
     def _prompts(self) -> Iterator[ModelInputs]:
         """Yield prompts of every power of two, made up one by one.
@@ -127,6 +125,11 @@ class Warmup:
         """
         for size in powers_of_two(self._longest):
             yield self.gatherer.dummy([size])
+
+    @property
+    def _variants(self) -> Sequence[int]:
+        """The variants that a step may have, in ascending order."""
+        return next((variants() for variants in self.runner.extensions.step_variants), (0,))
 
     @property
     def _longest(self) -> int:

@@ -11,7 +11,6 @@ from slotline.core.batch.request import Request, leaders
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -28,7 +27,6 @@ class AdmissionHooks:
     profiler: StepProfiler
     pipeline: ProcessorPipeline
     drafting: DraftRunner | None
-    adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
 
     def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
@@ -62,8 +60,6 @@ class AdmissionHooks:
         """Prepare a request that joins for the first time. After preemption it is still prepared."""
         if request.joined:
             return
-        if self.adapters is not None:
-            self.adapters.activate(request)
         if request.params.logprobs is not None:
             request.logprobs = []
         if request.params.prompt_logprobs is not None:

@@ -11,12 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
-from slotline.core.api.lora_request import LoRARequest
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
 from slotline.core.api.tokenizer import Tokenizer, with_bad_words
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.request import Request
@@ -35,7 +33,6 @@ from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.kv_cache.cascade_attention import Cascade
 from slotline.core.kv_cache.sizing import MemoryReport
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -134,7 +131,6 @@ class Engine:
     device: str = "cpu"
     graphs: GraphRunner | None = None
     cascade: Cascade = field()
-    adapters: AdapterManager | None = None
     extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
     check: bool = False
@@ -174,7 +170,6 @@ class Engine:
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
             drafting=self.drafting,
-            adapters=self.adapters,
             plugins=self.plugins,
             extensions=self.extensions,
         )
@@ -184,7 +179,6 @@ class Engine:
             limits=self.limits,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            adapters=self.adapters,
             drafts=self.drafting is not None,
             extensions=self.extensions,
         )
@@ -194,7 +188,6 @@ class Engine:
             profiler=self.profiler,
             pipeline=self.pipeline,
             drafting=self.drafting,
-            adapters=self.adapters,
             extensions=self.extensions,
         )
         self.hand_out = OutputProcessor(
@@ -214,7 +207,6 @@ class Engine:
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
             drafting=self.drafting,
-            adapters=self.adapters,
             extensions=self.extensions,
         )
 
@@ -236,7 +228,6 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
-        lora_request: LoRARequest | None = None,
         index: int = 0,
         stream: bool = False,
         **inputs: Any,
@@ -266,7 +257,6 @@ class Engine:
             prompt=prompt,
             priority=priority,
             cache_salt=cache_salt,
-            lora_request=lora_request,
             index=index,
             arrival=self.intake.arrivals,
             inputs=inputs,
@@ -313,15 +303,14 @@ class Engine:
 
         Raises:
             RequestError: if a request is unfinished, since its keys and values are those of the old weights.
-            RequestError: if the merged adapter cannot be merged into the new weights. They stay without it then.
+            RequestError: if an extension cannot add to the new weights what it had added to the old ones. They stay
+                without it then.
             ModelError: if the weights do not fit. The old weights stay.
         """
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
         self.scheduler.cache.reset()
-        if self.adapters is not None:
-            self.adapters.reloaded()
         for reset in self.extensions.reset:
             reset()
 
@@ -413,8 +402,6 @@ class Engine:
 
     def _check(self) -> None:
         check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
-        if self.adapters is not None:
-            self.adapters.check()
 
     @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -449,10 +436,12 @@ class Engine:
             self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
             prefixes = self._prefixes(schedule)
-            adapters = AdapterUse.NONE if self.adapters is None else self.adapters.use_by(schedule.rows)
-            shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
-            adapters = adapters if shape is None else shape.adapters
-            inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
+            variant = 0
+            for choose in self.extensions.graph_variant:
+                variant = choose(schedule.rows)
+            shape = self._graph_shape(schedule, cascade=any(prefixes), variant=variant)
+            variant = variant if shape is None else shape.variant
+            inputs = self.gatherer.gather(schedule, shape, prefixes, variant=variant)
         for prepare in self.extensions.prepare_inputs:
             inputs = prepare(inputs)
         launched = self.runner.launch(inputs)
@@ -468,13 +457,13 @@ class Engine:
         computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
         return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
-    def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
+    def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, variant: int) -> GraphShape | None:
         """Return the captured shape of a step, or None to run eagerly, as while the cache's scales are calculated."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None
         if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
             return None
-        return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
+        return self.graphs.shapes.shape_for(schedule, cascade=cascade, variant=variant)
 
     def _sample(self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int) -> PendingStep:
         """Start sampling after a forward pass. All earlier tokens are known by now."""

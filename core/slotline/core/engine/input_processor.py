@@ -9,7 +9,6 @@ from attrs import define
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.admission import (
     EngineLimits,
@@ -37,7 +36,6 @@ class InputProcessor:
     limits: EngineLimits
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    adapters: AdapterManager | None
     drafts: bool
     extensions: Extensions = NO_EXTENSIONS
     arrivals: int = 0
@@ -57,7 +55,6 @@ class InputProcessor:
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
         try:
             for one in (request, *others):
-                self._take_adapter(one)
                 for enter in self.extensions.enter:
                     enter(one)
                 self.requests[one.request_id] = one
@@ -105,17 +102,5 @@ class InputProcessor:
             if self.requests.get(one.request_id) is one:
                 del self.requests[one.request_id]
                 self.scheduler.remove(one)
-                if self.adapters is not None:
-                    self.adapters.leave(one)
                 for leave in self.extensions.leave:
                     leave(one)
-
-    def _take_adapter(self, request: Request) -> None:
-        """Check a request's adapter, which is read now if it is new."""
-        if self.adapters is not None:
-            self.adapters.enter(request)
-        elif request.lora_request is not None:
-            raise RequestError(
-                f"adapter {request.lora_request.lora_name!r} in an engine without adapters",
-                fix='name a LoRA plugin, for instance lora.name = "torch"',
-            )

@@ -18,7 +18,6 @@ from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.engine.output_processor import OutputProcessor
 from slotline.core.engine.request_finalizer import RequestFinalizer
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
@@ -43,7 +42,6 @@ class Recovery:
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
     drafting: DraftRunner | None
-    adapters: AdapterManager | None
     extensions: Extensions = NO_EXTENSIONS
 
     def run(self) -> list[Request]:
@@ -64,8 +62,6 @@ class Recovery:
             self.gatherer.repeats.forget()
         if self.drafting is not None:
             self.drafting.forget()
-        if self.adapters is not None:
-            self.adapters.recount(list(self.requests.values()))
         for restore in self.extensions.restore:
             restore(list(self.requests.values()))
         failed = [

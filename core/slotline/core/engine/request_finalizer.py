@@ -11,7 +11,6 @@ from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, Status
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -33,7 +32,6 @@ class RequestFinalizer:
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
     drafting: DraftRunner | None
-    adapters: AdapterManager | None
     plugins: BuiltPlugins
     extensions: Extensions = NO_EXTENSIONS
 
@@ -48,8 +46,6 @@ class RequestFinalizer:
             request.metrics.time_in_all = now - request.arrival_time
             self._release(request)
             self._finish_text(request)
-            if self.adapters is not None:
-                self.adapters.leave(request)
             del self.requests[request.request_id]
             for leave in self.extensions.leave:
                 leave(request)

@@ -57,6 +57,6 @@ def extend_hashes(request: Request, token_ids: npt.NDArray[np.int32], count: int
 
 
 def _root(request: Request) -> bytes:
-    """Return the start of a request's chain of hashes. Prefixes are shared only with equal salts and equal adapters."""
+    """Return the start of a request's chain of hashes. Prefixes are shared only with equal salts and equal keys."""
     root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # the salt was checked at admission
-    return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root
+    return hashlib.sha256(root + request.cache_key.encode()).digest() if request.cache_key else root

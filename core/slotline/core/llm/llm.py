@@ -31,7 +31,6 @@ from slotline.core.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSear
 from slotline.core.llm.best_of import best_of, check_best_of, single
 from slotline.core.llm.options import known_options
 from slotline.core.llm.prompt_fields import prompt_fields
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -153,7 +152,8 @@ class LLM:
             RequestError: if a request uses it.
         """
         with self.engine.plugins.naming():
-            return self.engine.exclusively(self._adapters.remove, lora_id)
+            removed: bool = self.engine.exclusively(self._adapters.remove, lora_id)
+        return removed
 
     @known_options
     def pin_lora(self, lora_id: int) -> bool:
@@ -510,9 +510,10 @@ class LLM:
 
     def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
         """Return the adapter, which may be given by the name of a loaded one."""
-        if isinstance(adapter, str):
-            return self.engine.exclusively(self._adapters.named, adapter)
-        return adapter
+        if not isinstance(adapter, str):
+            return adapter
+        named: LoRARequest = self.engine.exclusively(self._adapters.named, adapter)
+        return named
 
     @property
     def _reader(self) -> Any:
@@ -520,15 +521,15 @@ class LLM:
         return getattr(self.engine.extension("multimodal"), "reader", None)
 
     @property
-    def _adapters(self) -> AdapterManager:
+    def _adapters(self) -> Any:
         """Return the engine's adapters.
 
         Raises:
             RequestError: if it has none.
         """
-        if self.engine.adapters is None:
+        if (adapters := self.engine.extension("adapters")) is None:
             raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
-        return self.engine.adapters
+        return adapters
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
         with self.engine.plugins.naming():

@@ -48,7 +48,6 @@ class AttentionMetadataBuilder:
         feeds: to each device that runs a part of the model.
         max_tokens, max_drafts: of a step, and of each request in it.
         has_uncached: whether layers keep nothing.
-        lora_slots: slots of adapters, 0 for an engine without adapters.
         cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
         extensions: whose `gather` adds arrays to a step.
     """
@@ -64,14 +63,12 @@ class AttentionMetadataBuilder:
         max_tokens: int,
         max_drafts: int,
         has_uncached: bool,
-        lora_slots: int,
         cuts_wanted: bool,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         captured = {name for name, _ in extensions.captured_inputs}
         self._gather = [(name, gather) for name, gather in extensions.gather if name not in captured]
         self._gather_captured = [(name, gather) for name, gather in extensions.gather if name in captured]
-        self._extra_bytes = sum(count(max_tokens) for count in extensions.staging_bytes)
         self.feeds = tuple(feeds)
         self._rows = rows
         self._groups = tuple(groups)
@@ -79,9 +76,9 @@ class AttentionMetadataBuilder:
         self._fixed_groups = tuple(i for i, group in enumerate(groups) if group.fixed_len is not None)
         self._last_tokens = last_tokens
         self._has_uncached = has_uncached
-        self._reserve(max_tokens, max_drafts, adapters=lora_slots > 0, cuts_wanted=cuts_wanted)
+        self._reserve(max_tokens, max_drafts, extensions, cuts_wanted=cuts_wanted)
 
-    def _reserve(self, max_tokens: int, max_drafts: int, *, adapters: bool, cuts_wanted: bool) -> None:
+    def _reserve(self, max_tokens: int, max_drafts: int, extensions: Extensions, *, cuts_wanted: bool) -> None:
         """Make room for the largest step."""
         requests = self._rows.max_requests
         logits = requests * (1 + max_drafts)
@@ -96,18 +93,18 @@ class AttentionMetadataBuilder:
         packed = reserved_bytes((logits, PACKED_WIDTH), np.int32)
         packed += reserved_bytes((max_drafts, max_drafts), np.bool_) + reserved_bytes((max_drafts,), np.int64)  # a tree
         packed += reserved_bytes((requests * max_drafts, PLACE_WIDTH), np.int64)
+        further = sum(count(max(max_tokens, logits)) for count in extensions.staging_bytes)
         bounds = self._last_tokens is not None and self._last_tokens.max_drafts > 0
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
             feed.staging.reserve(
                 by_feed
-                + adapters * by_token
                 + (2 + bool(self._fixed_groups) + cuts_wanted) * by_request
                 + by_fixed
                 + 3 * by_logits
                 + bounds * (by_request + by_token)
                 + packed
-                + self._extra_bytes
+                + further
                 + feed.tables.num_bytes
             )
 
@@ -135,7 +132,6 @@ class AttentionMetadataBuilder:
         for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
-        lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)
         extras |= {name: gather(host, first.upload) for name, gather in self._gather}
         bounds = None
         if host.pending is not None and host.pending.any():
@@ -190,8 +186,6 @@ class AttentionMetadataBuilder:
             sampling=sampling,
             sampling_params=params,
             scored=scored,
-            lora_slots=lora_slots,
-            single_slot=host.single_slot,
             wanted=wanted,
             pending=host.pending,
             extras=extras,

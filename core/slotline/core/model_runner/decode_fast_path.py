@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from attrs import evolve, frozen
 
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
@@ -35,7 +34,7 @@ class _Last:
 
     inputs: ModelInputs
     prefixes: Sequence[int]
-    adapters: AdapterUse
+    variant: int
 
 
 class DecodeFastPath:
@@ -76,7 +75,7 @@ class DecodeFastPath:
         inputs: ModelInputs,
         token_ids: Int,
         prefixes: Sequence[int],
-        adapters: AdapterUse,
+        variant: int,
     ) -> None:
         """Note that the device holds the inputs of a step, among them `token_ids` [num_padded_tokens].
 
@@ -87,26 +86,26 @@ class DecodeFastPath:
         if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
             return
         if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
-            self._last = _Last(inputs, prefixes, adapters)
+            self._last = _Last(inputs, prefixes, variant)
 
     def forget(self) -> None:
         """Note that the device holds the inputs of no step."""
         self._last = None
 
     def next(
-        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], adapters: AdapterUse
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], variant: int
     ) -> ModelInputs | None:
         """Return the inputs of a step that repeats the last kept one. For any other step return None and do nothing."""
         last = self._last
         if last is None or not schedule.same_batch:
             return None
-        if (shape, adapters) != (last.inputs.shape, last.adapters):
+        if (shape, variant) != (last.inputs.shape, last.variant):
             return None
         if tuple(prefixes) != tuple(last.prefixes):
             return None
         self._wait()
         inputs = self._advance(last.inputs)
-        self._last = _Last(inputs, prefixes, adapters)
+        self._last = _Last(inputs, prefixes, variant)
         return inputs
 
     def _advance(self, inputs: ModelInputs) -> ModelInputs:

@@ -25,7 +25,6 @@ from slotline.core.batch.hidden_states import LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs, even_split
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.kv_cache.cascade_attention import Cascade
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture, Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
@@ -73,7 +72,6 @@ class GraphRunner:
         token_ids: Callable[[ModelInputs], torch.Tensor],
         taps: LayerTaps | None = None,
         extensions: Extensions = NO_EXTENSIONS,
-        adapters: AdapterManager | None = None,
         device: Device | None = None,
     ) -> None:
         self.device = device or TorchDevice("cpu", "cpu")
@@ -87,7 +85,6 @@ class GraphRunner:
         self._token_ids = token_ids
         self._taps = taps
         self._extensions = extensions
-        self._adapters = adapters
         self._captured: dict[GraphShape, CapturedGraph] = {}
         self._standing: dict[GraphShape, frozenset[str]] = {}
 
@@ -166,7 +163,7 @@ class GraphRunner:
             seq_len=rows.max_model_len if captured or prefixes else None,
             shape=shape,
             prefixes=prefixes,
-            adapters=shape.adapters,
+            variant=shape.variant,
         )
         attend = self._router.plan(inputs.batches)
         self._gatherer.assembler.mark()
@@ -193,10 +190,8 @@ class GraphRunner:
         return captured, recorder.graphs
 
     def _planned(self, shape: GraphShape) -> tuple[ModelInputs, Attend]:
-        """Make up inputs of a shape, with the attention, adapters and extensions of the step planned."""
+        """Make up inputs of a shape, with the attention and extensions of the step planned."""
         inputs, attend = self.made_up(shape)
-        if self._adapters is not None:
-            self._adapters.plan(inputs.lora_slots, inputs.single_slot)
         for plan in self._extensions.plan:
             plan(inputs)
         self._gatherer.assembler.mark()

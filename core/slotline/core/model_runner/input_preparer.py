@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int
@@ -41,7 +40,6 @@ class InputPreparer:
         last_tokens: PlaceholderTokens | None = None,
         later: Sequence[DeviceInputs] = (),
         *,
-        lora_slots: int = 0,
         has_uncached: bool = False,
         max_fixed_len: int = 0,
         cuts_wanted: bool = False,
@@ -53,7 +51,6 @@ class InputPreparer:
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
-        self.lora_slots = lora_slots
         self.max_fixed_len = max_fixed_len
         self.cuts_wanted = cuts_wanted
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
@@ -68,7 +65,6 @@ class InputPreparer:
             max_tokens=max_tokens,
             max_drafts=max_drafts,
             has_uncached=has_uncached,
-            lora_slots=lora_slots,
             cuts_wanted=cuts_wanted,
             extensions=extensions,
         )
@@ -79,19 +75,19 @@ class InputPreparer:
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
         *,
-        adapters: AdapterUse = AdapterUse.NONE,
+        variant: int = 0,
     ) -> ModelInputs:
         """Gather the inputs of a scheduled step, padded to a captured shape if given.
 
-        `prefixes` are the common prefixes to serve apart, by cache group, empty for none. `adapters` is the use of
-        adapters that the step is run for.
+        `prefixes` are the common prefixes to serve apart, by cache group, empty for none. `variant` is that of the
+        forward pass, see `GraphShape`.
 
         If a step in flight verifies drafts of a request, the host knows only upper bounds. The device subtracts the
         rejected drafts, in place (`rejected_token_correction.py`). Inputs of sampling are gathered once that step was
         handed out (`speculation/async_spec_decode.py`).
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
-        if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, adapters)) is not None:
+        if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, variant)) is not None:
             return again
         seq_lens = computed + counts
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
@@ -129,15 +125,14 @@ class InputPreparer:
             num_nodes=num_nodes,
             num_decodes=schedule.num_decodes,
             prefixes=prefixes,
-            lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
-            single_slot=int(self.rows.lora_slot[rows].max()) if adapters == AdapterUse.ONE else None,
-            cuts_wanted=self.cuts_wanted and not adapters and not self.rows.score_prompts(rows),
+            cuts_wanted=self.cuts_wanted and not variant and not self.rows.score_prompts(rows),
             pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
             token_rows=token_rows,
+            variant=variant,
         )
         inputs = self.assembler.assemble(host, shape)
         if self.repeats is not None:
-            self.repeats.keep(schedule, inputs, host.input_ids, prefixes, adapters)
+            self.repeats.keep(schedule, inputs, host.input_ids, prefixes, variant)
         return inputs
 
     def dummy(
@@ -148,7 +143,7 @@ class InputPreparer:
         vocab_size: int = 1,
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
-        adapters: AdapterUse = AdapterUse.NONE,
+        variant: int = 0,
         beginning: bool = False,
     ) -> ModelInputs:
         """Make up inputs of the given shape that write to no block, for profiling, warm-up and capture.
@@ -161,8 +156,7 @@ class InputPreparer:
             vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all of
                 them. 1 gives only token 0.
             shape, prefixes: as in `gather`.
-            adapters: use of adapters by the tokens: the first slot, or one slot after the other. The slots may hold
-                anything.
+            variant: of the forward pass.
             beginning: whether all requests begin, so that groups with a fixed number of keys store the most possible.
         """
         counts = np.asarray(query_lens, np.int64)
@@ -171,7 +165,6 @@ class InputPreparer:
         rows = np.zeros(len(counts), np.int64)
         num_keys = len(counts) * self.max_fixed_len if beginning else 0
         mixed = shape is not None and shape.num_requests > 0
-        used_slots = 1 if adapters == AdapterUse.ONE else self.lora_slots
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
         host = InputBatchCPU(
             rows=rows,
@@ -189,9 +182,8 @@ class InputPreparer:
             num_nodes=None,
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             prefixes=prefixes,
-            lora_slots=self._arange[:num_tokens] % used_slots if adapters else None,
-            single_slot=0 if adapters == AdapterUse.ONE else None,
             token_rows=np.zeros(num_tokens, np.int64),
+            variant=variant,
             made_up=True,
         )
         if self.repeats is not None:

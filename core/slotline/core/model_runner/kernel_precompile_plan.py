@@ -104,7 +104,7 @@ def forwards(
     """Yield the forward pass of each step with its logits, for `note_lacking`.
 
     Args:
-        runner: without states, adapters or pooling.
+        runner: without states or pooling, and without an extension that plans.
         inputs: each is planned when it is taken. They may lie in the same memory.
         broken: attention groups whose attention cannot be captured. It is left out.
     """

@@ -25,7 +25,6 @@ from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
@@ -67,7 +66,6 @@ class ModelRunner:
         mark: says that all copies of a step's inputs have been started, see `AttentionMetadataBuilder.mark`.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
-        adapters: joins adapters to the model, where any may be used.
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
         extensions: methods of the step extensions.
@@ -85,7 +83,6 @@ class ModelRunner:
         drafting: DraftRunner | None = None,
         last_tokens: PlaceholderTokens | None = None,
         pooling: Pooling | None = None,
-        adapters: AdapterManager | None = None,
         *,
         mark: Callable[[], None],
         logprobs_mode: str = "raw_logprobs",
@@ -103,7 +100,6 @@ class ModelRunner:
         self.drafting = drafting
         self.last_tokens = last_tokens
         self.pooling = pooling
-        self.adapters = adapters
         self.plain_draws = plain_draws
         self.extensions = extensions
         self._compute: ForwardPass = self._compute_whole
@@ -144,15 +140,13 @@ class ModelRunner:
         return inputs.shape is None or self.graphs is None
 
     def plan(self, inputs: ModelInputs) -> Attend:
-        """Plan a step's attention, its adapters and what extensions run."""
+        """Plan a step's attention and what extensions run."""
         attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
         self.plan_others(inputs)
         return attend
 
     def plan_others(self, inputs: ModelInputs) -> None:
         """Plan all that a forward pass needs beside attention."""
-        if self.adapters is not None:
-            self.adapters.plan(inputs.lora_slots, inputs.single_slot)
         for extra in self.extensions.plan:
             extra(inputs)
         self.mark()
@@ -372,8 +366,8 @@ class ModelRunner:
 
     def _compute_logits(self, states: torch.Tensor, inputs: ModelInputs, indices: torch.Tensor) -> torch.Tensor:
         """Compute logits of the hidden states of some of the step's tokens."""
-        if self.adapters is not None and inputs.lora_slots is not None:
-            self.adapters.plan_head(inputs.lora_slots, indices, inputs.single_slot)
+        for plan in self.extensions.plan_logits:
+            plan(inputs, indices)
         return self.model.compute_logits(states)
 
     def _keeps_final(self, inputs: ModelInputs) -> bool:

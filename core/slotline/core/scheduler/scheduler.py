@@ -9,6 +9,7 @@ order loses its blocks and is computed again later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,6 @@ from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
-from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.scheduler.request_queue import RequestQueue
 
 Int = npt.NDArray[np.int64]
@@ -48,7 +48,6 @@ class Scheduler:
         chunked_prefill: bool = True,
         default_seed: int = 0,
         lookahead: int = 0,
-        adapters: AdapterManager | None = None,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.rows = rows
@@ -57,7 +56,6 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.default_seed = default_seed
         self.lookahead = lookahead
-        self.adapters = adapters
         self.extensions = extensions
         self.running: list[Request] = []
         self._waiting = RequestQueue()
@@ -244,7 +242,7 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
         admitted: list[Request] = []
         counts: list[int] = []
-        aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of those linked with them
+        aside: list[Request] = []  # they wait for what an extension gives, or for the rows of those linked with them
         half, rows_lack = self._first_waiting(), False
         while self._waiting and budget > 0:
             request = half or self._waiting.head
@@ -257,15 +255,15 @@ class Scheduler:
                 self._waiting.remove(request)
                 aside.append(request)  # those go on that hold rows, and will free them
                 continue
-            # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
             waits = bool(aside) and request is not half
             acquired = False
             try:
-                if request.lora_request and request.row < 0:
-                    acquired = not waits and self._acquire(request)
+                if request.row < 0:
+                    acquired = self._acquire(request, passing=waits)
                     if not acquired:
                         self._waiting.remove(request)
                         aside.append(request)
+                        half = None
                         continue
                 count = self._try_admit(request, budget)
             except Exception as error:  # a plugin's code may raise anything, and the others go on
@@ -273,8 +271,8 @@ class Scheduler:
                 half = None
                 continue
             if count is None:
-                if acquired and self.adapters is not None:
-                    self.adapters.release(request)
+                if acquired:
+                    self._give_back(request)
                 break
             self._waiting.remove(request)
             admitted.append(request)
@@ -290,13 +288,13 @@ class Scheduler:
         return admitted, counts
 
     def _fail(self, request: Request, error: Exception, *, acquired: bool) -> None:
-        """Leave out a request that cannot be admitted. `acquired` says whether it holds a slot for its adapter."""
+        """Leave out a request that cannot be admitted. `acquired` is True if `_acquire` took something for it."""
         self._waiting.remove(request)
         self._failed.append((request, error))
         if request.row < 0:
             self._unschedule(request)
-        if request.row < 0 and acquired and self.adapters is not None:
-            self.adapters.release(request)
+        if request.row < 0 and acquired:
+            self._give_back(request)
 
     def _first_waiting(self) -> Request | None:
         """Return the waiting request that goes before all others, whatever their priority, if there is one."""
@@ -307,8 +305,19 @@ class Scheduler:
         """Count the waiting preempted requests with a row, after `num_admitted` were admitted in this step."""
         return self.rows.max_requests - self.rows.num_free - len(self.running) - num_admitted
 
-    def _acquire(self, request: Request) -> bool:
-        return self.adapters is None or self.adapters.acquire(request)
+    def _acquire(self, request: Request, *, passing: bool) -> bool:
+        """Take what a request without a row needs to run. Return False if it has to wait, and take nothing then."""
+        with ExitStack() as taken:
+            for acquire, give_back in self.extensions.acquire:
+                if not acquire(request, passing=passing):
+                    return False
+                taken.callback(give_back, request)
+            taken.pop_all()
+        return True
+
+    def _give_back(self, request: Request) -> None:
+        for _, give_back in self.extensions.acquire:
+            give_back(request)
 
     def _try_admit(self, request: Request, budget: int) -> int | None:
         """Return the request's tokens that fit into this step. Return None if it has to wait, and take nothing then."""
@@ -393,8 +402,6 @@ class Scheduler:
         if request.row >= 0:
             self._release(request)
             self.rows.release(request)
-            if self.adapters is not None:
-                self.adapters.release(request)
         request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:

@@ -65,7 +65,7 @@ def pair(request: Request, companion: Companion, tokenizer: Tokenizer | None, ma
         params=SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False),
         priority=request.priority,
         cache_salt=request.cache_salt,
-        lora_request=request.lora_request,
+        inputs={"lora_request": request.inputs.get("lora_request")},
         arrival=request.arrival + 1,
         leader=request,
         role=name,

@@ -43,6 +43,7 @@ FEATURES = (
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
 CARRIED: tuple[str, ...] = (
+    "adapters",
     "context_shards",
     "guidance",
     "kv_transfer",
@@ -70,6 +71,8 @@ METHODS = (
 """Methods of `StepExtension` in the order in which a step calls them."""
 
 FEATURE_METHODS = (
+    "engine_ready",
+    "outside_steps",
     "prepare_request",
     "followers",
     "linked",
@@ -91,6 +94,8 @@ FEATURE_METHODS = (
     "block_evicted",
     "blocks_filled",
     "forget_prefixes",
+    "step_variants",
+    "captured_variants",
     "graph_variant",
     "gather",
     "staging_bytes",
@@ -100,6 +105,7 @@ FEATURE_METHODS = (
     "wrap_forward",
     "profile",
     "launched",
+    "plan_logits",
     "begin_logits",
     "wants_all_hidden",
     "leaves_logits",
@@ -263,8 +269,20 @@ class FeatureExtension(StepExtension, Protocol):
     """Further methods of an extension that carries a feature of the plan. Each is optional.
 
     `Request.inputs` holds what `Engine.add` was given beside prompt and parameters, by name. An extension may keep what
-    belongs to a request there too.
+    belongs to a request there too. An attribute `notes`, a tuple of texts, is shown with the plan.
     """
+
+    def engine_ready(self) -> None:
+        """Complete the extension. The engine is built, and its graphs are captured."""
+        ...
+
+    def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return one of the model's functions for calls outside of its forward pass, as a drafter makes them.
+
+        Args:
+            call: the embedding or the output projection, as a step calls it.
+        """
+        ...
 
     def prepare_request(self, request: Any) -> None:
         """Complete a new request before any check, for instance by parameters of another kind than sampling.
@@ -406,6 +424,18 @@ class FeatureExtension(StepExtension, Protocol):
         """Forget all cached prefixes."""
         ...
 
+    def step_variants(self) -> Sequence[int]:
+        """Return the variants that `graph_variant` may return, in ascending order, 0 included."""
+        ...
+
+    def captured_variants(self, query_len: int) -> Sequence[int]:
+        """Return the variants that graphs are captured for, in ascending order.
+
+        Args:
+            query_len: tokens of each request of a batch. 0 for batches in which they differ.
+        """
+        ...
+
     def graph_variant(self, rows: npt.NDArray[np.int64]) -> int:
         """Return the variant of captured graphs that a step of `rows` [n] needs. 0 is the plain one.
 
@@ -469,6 +499,15 @@ class FeatureExtension(StepExtension, Protocol):
 
     def launched(self, scheduled: Any) -> None:
         """Note that a step's forward pass has been launched."""
+        ...
+
+    def plan_logits(self, inputs: Any, indices: torch.Tensor) -> None:
+        """Plan the extension's own kernels for the logits of some of a step's tokens.
+
+        Args:
+            inputs: `ModelInputs` of the step.
+            indices: [n] int64 on the device of the logits, the tokens' places in the step.
+        """
         ...
 
     def begin_logits(self, inputs: Any) -> None:

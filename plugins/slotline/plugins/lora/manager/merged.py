@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from slotline.core.api.lora_request import LoRARequest
-from slotline.core.batch.adapter_usage import AdapterUse
 from slotline.core.batch.request import Request
-from slotline.core.lora.slot_manager import forget_copies, load_key
+from slotline.plugins.lora.manager.known_adapter import adapter_of, forget_copies, load_key, numbered
 from slotline.registry.contracts import AdaptableModel, Lora
 from slotline.registry.errors import ModelError, RequestError
 
 
 class MergedAdapter:
-    """Implementation of `AdapterManager` with at most one adapter at a time.
+    """Extension with at most one adapter at a time.
 
     The adapter's addition to a weight is the plugin's output for the identity matrix, so any plugin works.
 
@@ -29,6 +27,8 @@ class MergedAdapter:
         max_tokens: rows of the identity matrix at a time.
         device_of: path of each of the modules -> its device.
         dtype: of the model.
+        named: folder of each adapter that is merged when the engine is ready, by name.
+        notes: shown with the plan.
     """
 
     def __init__(
@@ -41,7 +41,11 @@ class MergedAdapter:
         max_tokens: int,
         device_of: Mapping[str, str],
         dtype: torch.dtype,
+        named: Mapping[str, Path],
+        notes: tuple[str, ...] = (),
     ) -> None:
+        self.notes = notes
+        self._named = named
         self._lora = lora
         self._model = model
         self._modules, self._embeddings = modules, embeddings
@@ -50,6 +54,11 @@ class MergedAdapter:
         self._users = 0  # unfinished requests
         self._merged: LoRARequest | None = None
         self._key = ""
+
+    def engine_ready(self) -> None:
+        """Merge the adapter that the configuration names."""
+        for request in numbered(self._named):
+            self.add(request)
 
     @property
     def numbers(self) -> set[int]:
@@ -110,9 +119,9 @@ class MergedAdapter:
         Raises:
             RequestError: as `add`, or for a request without an adapter once an adapter is merged.
         """
-        if request.lora_request is not None:
-            self.add(request.lora_request)
-            request.adapter_key = self._key
+        if (mine := adapter_of(request)) is not None:
+            self.add(mine)
+            request.cache_key = self._key
         elif self._merged is not None:
             raise RequestError(
                 f"a request without an adapter: the weights hold {self._merged.lora_name!r}, since lora.merge = true",
@@ -124,21 +133,11 @@ class MergedAdapter:
         """Count a request that has ended. See `AdapterSlots.leave`."""
         self._users -= 1
 
-    def recount(self, unfinished: Sequence[Request]) -> None:
-        """Recount the users. See `AdapterManager.recount`."""
-        self._users = len(unfinished)
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Recount the users."""
+        self._users = len(requests)
 
-    def acquire(self, request: Request) -> bool:
-        """Return True, since there is nothing to wait for."""
-        return True
-
-    def activate(self, request: Request) -> None:
-        """Do nothing, since the weights include the adapter."""
-
-    def release(self, request: Request) -> None:
-        """Do nothing, since no slot is held."""
-
-    def reloaded(self) -> None:
+    def reset(self) -> None:
         """Merge the adapter into the new weights.
 
         Raises:
@@ -147,19 +146,6 @@ class MergedAdapter:
         merged, self._merged = self._merged, None
         if merged is not None:
             self._merge(merged)
-
-    def check(self) -> None:
-        """Do nothing, since nothing can disagree."""
-
-    def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
-        """Return NONE, since no row has a slot."""
-        return AdapterUse.NONE
-
-    def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
-        """Do nothing, since there is nothing to plan."""
-
-    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
-        """Do nothing, since there is nothing to plan."""
 
     def _refuse_users(self, what: str) -> None:
         if self._users:

@@ -1,1 +1,0 @@
-"""LoRA adapters of requests."""
