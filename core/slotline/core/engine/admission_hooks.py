@@ -8,10 +8,8 @@ from attrs import define, evolve
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, leaders
-from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
-from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.speculation.draft_runner import DraftRunner
 
@@ -22,9 +20,7 @@ logger = logging.getLogger("slotline")
 class AdmissionHooks:
     """Prepares the requests of a schedule, and takes out those that a plugin fails on."""
 
-    rows: RequestTable
     endings: RequestFinalizer
-    profiler: StepProfiler
     pipeline: ProcessorPipeline
     drafting: DraftRunner | None
     extensions: Extensions = NO_EXTENSIONS

@@ -183,9 +183,7 @@ class Engine:
             extensions=self.extensions,
         )
         self.joining = AdmissionHooks(
-            rows=self.rows,
             endings=self.endings,
-            profiler=self.profiler,
             pipeline=self.pipeline,
             drafting=self.drafting,
             extensions=self.extensions,
