@@ -117,7 +117,7 @@ def test_the_profile_of_a_gpu_encodes_as_much_as_a_step_may_beside_a_full_cache_
     assert [name for name, _ in start] == ["profile", "run", "warm_up"]
     assert start[-1][1][0] == 3, "the sampler draws for all requests"
     assert encoded == [max(1, encoding.cache.max_tokens_per_step // 9)]
-    assert encoding.profile().shape == (encoding.cache.capacity, builder.planned.facts.hidden_size)
+    assert encoding.profile_memory().shape == (encoding.cache.capacity, builder.planned.facts.hidden_size)
 
 
 # --- pinned memory, whose copies land late

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from core_cases import Bench, request
 
+from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
 from slotline.core.batch.request import Status
 from slotline.plugins.multimodal.encoder_cache import EncoderCache
@@ -233,3 +234,20 @@ def test_the_integrity_checker_sees_a_request_that_keeps_its_items_after_it_lost
     cache_of(made)._idle.clear()
     with pytest.raises(IntegrityError, match="is preempted and holds 1 encoder outputs"):
         made.check()
+
+
+def test_what_other_extensions_leave_out_has_nothing_encoded() -> None:
+    class Rest:
+        def limit_tokens(self, rows: Any, counts: Any) -> Any:
+            return np.where(rows == 0, 0, counts)
+
+        def limit_prompt(self, request: Any, computed: int, count: int) -> int:
+            return min(count, 2)
+
+    made = bench(max_batched_tokens=6)
+    made.scheduler.extensions = Extensions.of([("multimodal", "items", made.items), ("rest", "rest", Rest())])
+    made.add("a", 8, features=(feature(1, 2),))
+    made.add("b", 8, features=(feature(2, 2),))
+    assert (made.encode().encode, made.scheduler.running[0].row) == ((), 0)
+    items = made.encode()  # the first one rests, and leaves the budget and the room to the other
+    assert names(items.encode) == [2]

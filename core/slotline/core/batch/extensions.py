@@ -77,7 +77,7 @@ class Extensions:
     computed_by: tuple[Callable[[], Sequence[str]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
     wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
-    profile: tuple[Callable[[], Any], ...] = ()
+    profile_memory: tuple[Callable[[], Any], ...] = ()
     launched: tuple[Callable[[SchedulerOutput], None], ...] = ()
     plan_logits: tuple[Callable[[ModelInputs, torch.Tensor], None], ...] = ()
     begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()

@@ -364,7 +364,7 @@ class EngineBuilder:
         Args:
             overlaps: whether the device works on its own, and extensions and the sampler run at their largest too.
         """
-        held = [profile() for profile in extensions.profile] if overlaps else []
+        held = [profile() for profile in extensions.profile_memory] if overlaps else []
         inputs, runner = first.largest(tokens), first.runner
         count = len(inputs.rows)
         with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):

@@ -111,7 +111,7 @@ class MultimodalExtension:
 
         return compute
 
-    def profile(self) -> Any:
+    def profile_memory(self) -> Any:
         """Encode as much as a step may. Return memory as large as a full cache."""
         what = "encoding as much as a step may"
         with oom_as_capacity_error(what, "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"):

@@ -103,7 +103,7 @@ FEATURE_METHODS = (
     "captured_inputs",
     "computed_by",
     "wrap_forward",
-    "profile",
+    "profile_memory",
     "launched",
     "plan_logits",
     "begin_logits",
@@ -476,7 +476,7 @@ class FeatureExtension(StepExtension, Protocol):
         """
         ...
 
-    def profile(self) -> Any:
+    def profile_memory(self) -> Any:
         """Run the largest work of the extension beside forward passes, while the memory of a step is measured.
 
         Called once, on a device that works on its own, before there is a cache.
