@@ -15,7 +15,7 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 from safetensors.torch import load_file, save_file
 
 from slotline.core import LLM
-from slotline.core.kv_cache.kv_scales import HEADROOM, KVScaleTable
+from slotline.plugins.kv_scales.table import HEADROOM, KVScaleTable
 from slotline.registry.contracts import AttentionLayer, KVScales, PoolingParams
 from slotline.registry.errors import ModelError, NegotiationError
 
@@ -150,8 +150,8 @@ def test_the_step_that_calculates_scales_has_no_captured_shape(tmp_path: Path) -
     class Shapes:
         shapes = None
 
-        def shape_for(self, schedule: Any, *, cascade: bool, adapters: bool) -> None:
-            asked.append(llm.engine.runner.router.calculating is None)
+        def shape_for(self, schedule: Any, *, cascade: bool, variant: int) -> None:
+            asked.append(not llm.engine.extension("kv_scales").pending)
 
     llm.engine.graphs = graphs = Shapes()  # type: ignore[assignment]
     graphs.shapes = graphs  # type: ignore[union-attr, assignment]
@@ -229,9 +229,9 @@ def test_a_prompt_that_is_pooled_gives_the_scales_once_too(tmp_path: Path) -> No
         tiny_models.build("llama", tmp_path, 0),
         **{"task": "embed", "cache.dtype": "fp8", "cache.calculate_kv_scales": True, "max_num_batched_tokens": 8},
     )
-    router = llm.engine.runner.router
-    assert router.calculating is not None
+    scales = llm.engine.extension("kv_scales")
+    assert scales.pending
     llm.engine.add("one", list(range(3, 35)), PoolingParams(task="embed"))
     llm.engine.step()
-    assert router.calculating is None
+    assert not scales.pending
     llm.engine.abort("one")

@@ -68,6 +68,7 @@ class Extensions:
     step_variants: tuple[Callable[[], Sequence[int]], ...] = ()
     captured_variants: tuple[Callable[[int], Sequence[int]], ...] = ()
     graph_variant: tuple[Callable[[Int], int], ...] = ()
+    needs_eager: tuple[Callable[[SchedulerOutput], bool], ...] = ()
     gather: tuple[tuple[str, Callable[..., Any]], ...] = ()
     staging_bytes: tuple[Callable[[int], int], ...] = ()
     prepare_inputs: tuple[Callable[[ModelInputs], ModelInputs], ...] = ()

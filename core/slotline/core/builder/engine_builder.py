@@ -137,8 +137,7 @@ class EngineBuilder:
         extensions = build_extensions(parts)
         self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
         pipeline = build_pipeline(planned, rows, processors, extensions)
-        scales = self.groups.kv_scales()
-        attention = self.groups.attention_groups(scales)
+        attention = self.groups.attention_groups(extensions.named.get("kv_scales"))
         cascade = self.groups.cascade(attention, groups)
         drafting = build_drafting(evolve(parts, named=extensions.named))
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
@@ -203,7 +202,6 @@ class EngineBuilder:
         compiling.listen()
         for ready in extensions.engine_ready:
             ready()
-        runner.router.calculating = scales if scales is not None and scales.pending else None
         planned.registry.hooks.engine_built(engine)
         return engine
 

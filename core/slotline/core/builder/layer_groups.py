@@ -16,7 +16,6 @@ from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_cache
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
-from slotline.core.kv_cache.kv_scales import KVScaleTable
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -89,20 +88,6 @@ class LayerGroupBuilder:
             for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
         ]
 
-    def kv_scales(self) -> KVScaleTable | None:
-        """Build the scales of an eight-bit cache. Return None if all are 1."""
-        planned = self.planned
-        source = {group.kv_scales for group in planned.plan.groups}
-        if not source & {"checkpoint", "calculate"}:
-            return None
-        return KVScaleTable(
-            planned.layers,
-            planned.facts.kv_scales,
-            device_of=planned.stages.device_of,
-            dtype=getattr(torch, planned.plan.kv_dtype),
-            calculate="calculate" in source,
-        )
-
     def cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
         """Build the cascade, which asks the backends whether a common prefix pays."""
         found: list[CascadeGroup | None] = []
@@ -113,7 +98,7 @@ class LayerGroupBuilder:
             found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
         return Cascade(found)
 
-    def attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
+    def attention_groups(self, scales: Any) -> list[AttentionGroup]:
         """Build a backend for each attention group of the plan, one for each stage that has layers of the group."""
         return [
             self._attention_group(group, stage, layers, scales)
@@ -122,7 +107,7 @@ class LayerGroupBuilder:
         ]
 
     def _attention_group(
-        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: KVScaleTable | None
+        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: Any
     ) -> AttentionGroup:
         plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
         names = [cache_group.name for cache_group in plan.cache_groups]

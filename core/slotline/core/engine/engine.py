@@ -456,9 +456,12 @@ class Engine:
         return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, variant: int) -> GraphShape | None:
-        """Return the captured shape of a step, or None to run eagerly, as while the cache's scales are calculated."""
-        if self.graphs is None or self.runner.router.calculating is not None:
+        """Return the captured shape of a step, or None to run eagerly."""
+        if self.graphs is None:
             return None
+        for needs_eager in self.extensions.needs_eager:
+            if needs_eager(schedule):
+                return None
         if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
             return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, variant=variant)

@@ -11,7 +11,6 @@ from attrs import define, evolve
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.core.device.scope import device_scope
-from slotline.core.kv_cache.kv_scales import KVScaleTable
 from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
 from slotline.kernels.graph_capture_state import is_captured
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
@@ -155,7 +154,6 @@ class AttentionDispatcher:
     """Plans each group once per step and then serves the layers' calls.
 
     Attributes:
-        calculating: the scales that are calculated from the next step's keys and values. None once they are known.
         fast_prefill: whether any group's layers get only a step's wanted tokens.
         checks: of the outputs of backends in eager steps. None for no checks.
     """
@@ -169,7 +167,6 @@ class AttentionDispatcher:
     ) -> None:
         self.groups = tuple(groups)
         self.checks = checks
-        self.calculating: KVScaleTable | None = None
         self.fast_prefill = any(group.fast_prefill for group in groups)
         self._step = StepPlans([], ())
         self._one_device = len({group.device for group in groups}) < 2
@@ -299,8 +296,6 @@ class AttentionDispatcher:
         write, forward, cache, position = self._routes[layer.index]
         group, step = self.groups[position], self._step
         assert step.wanted is not None
-        if self.calculating is not None:
-            self.calculating.calculate(layer, key, value)
         if write is not None and not written:
             write(layer, key, value, cache, step.plans[position])
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
@@ -363,8 +358,6 @@ class AttentionDispatcher:
         """Store a layer's new keys and values, unless they are `written`, and attend: into `out`."""
         write, forward, cache, position = self._routes[layer.index]
         plan = self._step.plans[position]
-        if self.calculating is not None:
-            self.calculating.calculate(layer, key, value)
         if write is not None and not written:
             write(layer, key, value, cache, plan)
         return forward(layer, query, key, value, cache, plan, out, sinks)

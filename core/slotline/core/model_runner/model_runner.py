@@ -133,7 +133,7 @@ class ModelRunner:
         with self.profiler.scope("plan"):
             attend = self.plan(inputs)
         with self.profiler.scope("forward"):
-            return ComputedPass(attend, *self._forward_or_replay(inputs, attend, whole=whole))
+            return ComputedPass(attend, *self.forward_or_replay(inputs, attend, whole=whole))
 
     def runs_eagerly(self, inputs: ModelInputs) -> bool:
         """Return True if a step's forward pass is no replay."""
@@ -284,7 +284,7 @@ class ModelRunner:
         """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""
         return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
 
-    def _forward_or_replay(
+    def forward_or_replay(
         self, inputs: ModelInputs, attend: Attend, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Compute hidden states, and logits if a graph holds them: of all num_padded_tokens when replayed or `whole`.
@@ -295,7 +295,6 @@ class ModelRunner:
             return self.graphs.replay(inputs)
         wanted = None if whole else inputs.logits_indices
         hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
-        self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
         return hidden, None, None if self.taps is None else self.taps.take()
 
     def _standing(self, inputs: ModelInputs) -> frozenset[str]:

@@ -27,10 +27,10 @@ class MicrobatchesExtension:
         self.rule = Microbatches(scheduler.microbatches, scheduler.microbatch_tokens)
 
     def wrap_forward(self, runner: ModelRunner, forward: ForwardPass) -> ForwardPass:
-        """Return a forward pass that cuts large eager steps. Replays and steps that give scales stay whole."""
+        """Return a forward pass that cuts large eager steps. Replays stay whole."""
 
         def compute(inputs: ModelInputs, *, whole: bool) -> ComputedPass:
-            if not runner.runs_eagerly(inputs) or runner.router.calculating is not None:
+            if not runner.runs_eagerly(inputs):
                 return forward(inputs, whole=whole)
             pieces = self.rule.pieces(inputs.num_tokens, inputs.num_padded_tokens)
             return _in_pieces(runner, inputs, pieces, whole=whole) if pieces else forward(inputs, whole=whole)

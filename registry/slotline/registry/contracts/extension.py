@@ -46,6 +46,7 @@ CARRIED: tuple[str, ...] = (
     "adapters",
     "context_shards",
     "guidance",
+    "kv_scales",
     "kv_transfer",
     "microbatches",
     "multimodal",
@@ -97,6 +98,7 @@ FEATURE_METHODS = (
     "step_variants",
     "captured_variants",
     "graph_variant",
+    "needs_eager",
     "gather",
     "staging_bytes",
     "capture_kwargs",
@@ -441,6 +443,10 @@ class FeatureExtension(StepExtension, Protocol):
 
         A larger variant serves the steps of a smaller one too. One extension of an engine may have this method.
         """
+        ...
+
+    def needs_eager(self, scheduled: Any) -> bool:
+        """Return True if a step cannot be replayed from a captured graph."""
         ...
 
     def gather(self, batch: Any, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> Any:
