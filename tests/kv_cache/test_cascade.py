@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup, common_prefix_len
+from slotline.plugins.cascade.prefixes import Cascade, CascadeGroup, common_prefix_len
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -137,7 +138,8 @@ def test_all_backends_of_a_cache_must_agree() -> None:
     rows, computed, new = np.array([0, 2]), np.array([11, 9]), np.array([1, 3])
     for answers, expected in (((True, True), 8), ((True, False), 0)):
         backends = [Declines(answer=answer) for answer in answers]
-        cascade = Cascade([CascadeGroup(Table(), 4, tuple(backends)), None])  # type: ignore[arg-type]
+        groups = [CascadeGroup(Table(), 4, tuple(backends)), None]  # type: ignore[arg-type]
+        cascade = Cascade(groups, RequestTable(4, 16))
         assert cascade.prefixes(rows, computed, new) == (expected, 0)
         assert backends[0].asked == [(8, [1, 3], [12, 12])]
     assert cascade.prefixes(np.array([0, 3]), computed, new) == (0, 0)

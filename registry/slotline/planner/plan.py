@@ -310,6 +310,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         "states": bool(plan.state_groups),
         "context_shards": shards.divided,
         "guidance": any(one.capabilities.companions for one in processors),
+        "cascade": any(group.cascade != "none" for group in plan.groups),
         "kv_scales": any(group.kv_scales in ("checkpoint", "calculate") for group in plan.groups),
         "kv_transfer": connector is not None,
         "microbatches": config.scheduler.microbatches > 1,

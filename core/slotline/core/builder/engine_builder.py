@@ -138,7 +138,7 @@ class EngineBuilder:
         self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
         pipeline = build_pipeline(planned, rows, processors, extensions)
         attention = self.groups.attention_groups(extensions.named.get("kv_scales"))
-        cascade = self.groups.cascade(attention, groups)
+        cascade = self.groups.common_prefixes(attention, extensions.named.get("cascade"))
         drafting = build_drafting(evolve(parts, named=extensions.named))
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
         first, compiled = Warmup(planned, gatherer, runner), compiling.listen()

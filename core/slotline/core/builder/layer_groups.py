@@ -15,8 +15,8 @@ from slotline.core.builder.placement import batches_of
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_cache
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
@@ -88,15 +88,15 @@ class LayerGroupBuilder:
             for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
         ]
 
-    def cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
-        """Build the cascade, which asks the backends whether a common prefix pays."""
-        found: list[CascadeGroup | None] = []
+    def common_prefixes(self, attention: list[AttentionGroup], finder: Any) -> CommonPrefixes:
+        """Build the finder of common prefixes by an extension, or one that finds none if there is no extension."""
+        groups = range(len(self.planned.plan.cache_groups))
+        if finder is None:
+            return CommonPrefixes(len(groups))
         read = batches_of(self.planned.plan, self.planned.stages)
-        for index, cache in enumerate(groups):
-            backends = tuple(g.backend for g in attention if g.cascade and read[g.batch][1] == index)
-            size = self.planned.plan.cache_groups[index].kernel_block_size
-            found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
-        return Cascade(found)
+        backends = [[g.backend for g in attention if g.cascade and read[g.batch][1] == index] for index in groups]
+        found: CommonPrefixes = finder.common_prefixes(backends)
+        return found
 
     def attention_groups(self, scales: Any) -> list[AttentionGroup]:
         """Build a backend for each attention group of the plan, one for each stage that has layers of the group."""

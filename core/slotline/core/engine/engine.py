@@ -31,8 +31,8 @@ from slotline.core.engine.output_processor import OutputProcessor, StepResult
 from slotline.core.engine.recovery import Recovery
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.kv_cache.cascade_attention import Cascade
 from slotline.core.kv_cache.sizing import MemoryReport
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -130,7 +130,7 @@ class Engine:
     sampling_defaults: Mapping[str, Any] = field(factory=dict)
     device: str = "cpu"
     graphs: GraphRunner | None = None
-    cascade: Cascade = field()
+    cascade: CommonPrefixes = field(factory=CommonPrefixes)
     extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
     check: bool = False
@@ -152,10 +152,6 @@ class Engine:
     _closed: bool = field(default=False, init=False)  # while rows and requests change: no callback may step then
     _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
     _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
-
-    @cascade.default
-    def _no_common_prefixes(self) -> Cascade:
-        return Cascade([None] * len(self.gatherer.groups))
 
     @_after_draft.default
     def _drafts_revised(self) -> tuple[Callable[[Int, int], None], ...]:
@@ -433,7 +429,7 @@ class Engine:
         if self.drafting is not None:
             self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
-            prefixes = self._prefixes(schedule)
+            prefixes = self.cascade.of_step(schedule)
             variant = 0
             for choose in self.extensions.graph_variant:
                 variant = choose(schedule.rows)
@@ -447,13 +443,6 @@ class Engine:
         for note in self.extensions.launched:
             note(schedule)
         return launched
-
-    def _prefixes(self, schedule: SchedulerOutput) -> tuple[int, ...]:
-        """Return the common prefixes to serve apart, by cache group."""
-        if not self.cascade.possible:
-            return self.cascade.none
-        computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
-        return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, variant: int) -> GraphShape | None:
         """Return the captured shape of a step, or None to run eagerly."""

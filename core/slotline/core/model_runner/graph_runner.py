@@ -24,8 +24,8 @@ from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.hidden_states import LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs, even_split
 from slotline.core.device.torch_device import TorchDevice
-from slotline.core.kv_cache.cascade_attention import Cascade
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture, Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.kernels import triton_precompile as compiling
@@ -68,7 +68,7 @@ class GraphRunner:
         gatherer: InputPreparer,
         plan: Plan,
         shapes: GraphDispatcher,
-        cascade: Cascade,
+        cascade: CommonPrefixes,
         token_ids: Callable[[ModelInputs], torch.Tensor],
         taps: LayerTaps | None = None,
         extensions: Extensions = NO_EXTENSIONS,

@@ -43,6 +43,7 @@ FEATURES = (
 """Features of a plan that an extension can require or exclude. Names in `provides` are added to them."""
 
 CARRIED: tuple[str, ...] = (
+    "cascade",
     "adapters",
     "context_shards",
     "guidance",

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.registry.contracts import CascadeBackend
 
 Int = npt.NDArray[np.int64]
@@ -46,23 +49,29 @@ class CascadeGroup:
     backends: tuple[CascadeBackend, ...]
 
 
-class Cascade:
+class Cascade(CommonPrefixes):
     """Finder of a step's common prefixes. Asks the backends if serving a prefix separately pays.
 
     Args:
         groups: by cache group. None for groups without cascade attention.
+        rows: the request table.
     """
 
-    def __init__(self, groups: Sequence[CascadeGroup | None]) -> None:
+    def __init__(self, groups: Sequence[CascadeGroup | None], rows: RequestTable) -> None:
+        super().__init__(len(groups))
         self._groups = tuple(groups)
-        self.none = (0,) * len(self._groups)
-        self.possible = any(group is not None for group in self._groups)
+        self._rows = rows
         self._apart: Int | None = None  # rows of the last step whose first blocks differ
+
+    def of_step(self, schedule: SchedulerOutput) -> tuple[int, ...]:
+        """Return the length of the prefix to serve separately in a step, by cache group, or 0."""
+        if schedule.rows is self._apart:  # repeated steps pass the same array
+            return self.none
+        computed = schedule.num_computed - np.maximum(self._rows.num_pending[schedule.rows] - 1, 0)  # at least
+        return self.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def prefixes(self, rows: Int, num_computed: Int, num_scheduled: Int) -> tuple[int, ...]:
         """Return the length of the prefix to serve separately in each cache group, or 0."""
-        if not self.possible or rows is self._apart:  # repeated steps pass the same array
-            return self.none
         if not any(group is not None and _begin_alike(group.cache.table, rows) for group in self._groups):
             self._apart = rows
             return self.none
