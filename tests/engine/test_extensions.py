@@ -36,7 +36,8 @@ def noted(llm: LLM) -> list[str]:
 
 
 def test_an_engine_without_extensions_has_empty_tuples(tiny: Tiny, engines: Callable[..., LLM]) -> None:
-    engine = engines(tiny("llama"), **{"plugins.block": ("logits_processor:guidance",)}).engine
+    plain = {"plugins.block": ("logits_processor:guidance",), "attention.cascade": False}
+    engine = engines(tiny("llama"), **plain).engine
     assert engine.extensions == NO_EXTENSIONS
     assert not any(getattr(engine.extensions, name) for name in METHODS)
     assert engine.scheduler.extensions == engine.runner.extensions == NO_EXTENSIONS
