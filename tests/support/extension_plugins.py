@@ -9,6 +9,7 @@ import torch
 
 from slotline.registry import Descriptor, Kind, Set
 from slotline.registry.contracts import ExtensionCapabilities, ExtensionContext
+from slotline.registry.errors import RequestError
 
 CALLS: list[str] = []
 
@@ -103,6 +104,15 @@ class Chooses:
         return 0
 
 
+class Refuses:
+    def __init__(self, context: ExtensionContext) -> None:
+        pass
+
+    def enter(self, request: Any) -> None:
+        if request.params.seed == 13:
+            raise RequestError("seed=13 is unlucky", fix="take another")
+
+
 class Raises:
     def __init__(self, context: ExtensionContext) -> None:
         pass
@@ -121,8 +131,10 @@ wrong_logits = _descriptor("wrong_logits", WrongLogits)
 wrong_inputs = _descriptor("wrong_inputs", WrongInputs)
 kwargs = _descriptor("kwargs", Kwargs)
 raises = _descriptor("raises", Raises)
+refuses = _descriptor("refuses", Refuses)
 chooses = _descriptor("chooses", Chooses)
-also_chooses = _descriptor("also_chooses", Chooses)
+also_refuses = _descriptor("refuses", Refuses)
+chooses = _descriptor("also_chooses", Chooses)
 needs_drafts = _descriptor("needs_drafts", Kwargs, requires=("drafts", "lanes"))
 lanes = _descriptor("lanes", WrongInputs, provides=("lanes",))
 no_lanes = _descriptor("no_lanes", WrongInputs, excludes=("lanes",))

@@ -364,6 +364,17 @@ def test_the_last_slot_is_not_pinned_and_an_adapter_in_use_is_not_removed(engine
     assert llm.remove_lora(1)
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_request_that_a_later_extension_refuses_uses_no_adapter(engine, oracle, merge):
+    refuses = {"plugins.inline": (f"{SUPPORT / 'extension_plugins.py'}:refuses",), "extensions.refuses": {}}
+    llm = engine(**{"lora.merge": merge, **refuses})
+    unlucky = SamplingParams(max_tokens=2, seed=13)
+    with pytest.raises(RequestError, match="seed=13 is unlucky"):
+        llm.engine.add("r", [3, 4], unlucky, lora_request=oracle.request("plain"))
+    assert not llm.engine.requests
+    assert llm.remove_lora(1)
+
+
 def test_adapters_beyond_the_host_s_limit_are_forgotten_unless_a_request_needs_them(engine, oracle):
     llm = engine(**{"lora.max_cpu_adapters": 2})
     check(llm, oracle, ["plain", "stabilised", "queries", "patterns"], length=2)

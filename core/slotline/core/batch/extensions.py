@@ -44,7 +44,7 @@ class Extensions:
     validate: tuple[Callable[[Request], None], ...] = ()
     followers: tuple[Callable[[Request], Sequence[Request]], ...] = ()
     linked: tuple[Callable[[Request], Sequence[Request]], ...] = ()
-    enter: tuple[Callable[[Request], None], ...] = ()
+    enter: tuple[tuple[Callable[[Request], None], Callable[[Request], None]], ...] = ()  # each with its `leave`
     leave: tuple[Callable[[Request], None], ...] = ()
     defer: tuple[Callable[[Request], bool], ...] = ()
     collect_ready: tuple[Callable[..., tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]], ...] = ()
@@ -116,10 +116,14 @@ class Extensions:
         def named(method: str) -> tuple[Any, ...]:
             return tuple((name, getattr(one, method)) for name, _, one in built if hasattr(one, method))
 
-        taking = [one for _, _, one in built if hasattr(one, "acquire")]
+        def paired(method: str, back: str) -> tuple[Any, ...]:
+            return tuple(
+                (getattr(one, method), getattr(one, back, _nothing)) for _, _, one in built if hasattr(one, method)
+            )
+
         methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS) if method not in _NO_FIELD}
         methods |= {method: named(method) for method in ("gather", "captured_inputs")}
-        methods["acquire"] = tuple((one.acquire, getattr(one, "give_back", _nothing)) for one in taking)
+        methods |= {"enter": paired("enter", "leave"), "acquire": paired("acquire", "give_back")}
         for last_first in ("limit_tokens", "limit_prompt"):
             methods[last_first] = methods[last_first][::-1]
         return cls(named={name: one for name, _, one in built}, inputs=inputs, **methods)

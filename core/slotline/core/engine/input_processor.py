@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from attrs import define
 
@@ -55,8 +56,7 @@ class InputProcessor:
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
         try:
             for one in (request, *others):
-                for enter in self.extensions.enter:
-                    enter(one)
+                self._enter(one)
                 self.requests[one.request_id] = one
             if not any(defer(request) for defer in self.extensions.defer):
                 self._queue(request)
@@ -90,6 +90,14 @@ class InputProcessor:
                 raise RequestError(f"{other.role}: {error.message}", fix=error.fix) from error
         if others:
             check_common_capacity((request, *others), self.scheduler.cache)
+
+    def _enter(self, request: Request) -> None:
+        """Let the extensions take what a request needs. If one refuses it, those before it give theirs back."""
+        with ExitStack() as taken:
+            for enter, leave in self.extensions.enter:
+                enter(request)
+                taken.callback(leave, request)
+            taken.pop_all()
 
     def _queue(self, request: Request) -> None:
         """Queue a request, and those that are computed with it."""
