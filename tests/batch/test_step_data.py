@@ -36,7 +36,7 @@ def test_nothing_is_assigned_to_the_data_of_a_step_after_it_is_made(kind: type[a
 def test_padding_makes_another_batch() -> None:
     rows, two = np.array([3, 1]), np.array([1, 1])
     batch = InputBatchCPU(
-        rows=rows, table_rows=rows, state_slots=rows, counts=two, starts=np.array([0, 1, 2]), seq_lens=np.array([5, 4]),
+        rows=rows, table_rows=rows, counts=two, starts=np.array([0, 1, 2]), seq_lens=np.array([5, 4]),
         fixed_lens=two, input_ids=np.array([8, 9]), positions=np.array([4, 3]), slots=[np.array([20, 7])],
         logits_indices=np.array([0, 1]), logits_rows=rows, draft_nodes=None, num_nodes=None, num_decodes=2, prefixes=(),
     )  # fmt: skip
