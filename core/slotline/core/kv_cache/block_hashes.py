@@ -5,25 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from math import gcd, lcm
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from slotline.core.batch.request import Request
+from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.registry.contracts import BlockHash
 
 
-class Sized(Protocol):
-    """Anything with a block size."""
-
-    @property
-    def block_size(self) -> int:
-        """Return the tokens of a block."""
-        ...
-
-
-def hash_sizes(groups: Sequence[Sized], unit: int) -> tuple[int, int]:
+def hash_sizes(groups: Sequence[CacheGroup], unit: int) -> tuple[int, int]:
     """Return the tokens of a hashed piece, and those of a unit: prefixes that all cache groups can share are units.
 
     Args:

@@ -402,7 +402,7 @@ class FeatureExtension(StepExtension, Protocol):
     def find_blocks(self, request: Any, group: int, hashes: Sequence[bytes]) -> Collection[bytes]:
         """Return those of `hashes` whose block the pool does not hold and the extension can fill.
 
-        Called while a request's cached prefix is looked up.
+        Called while a request's cached prefix is looked up. One extension of an engine may have this method.
 
         Args:
             request: the request, with a row if it had one before.
