@@ -23,6 +23,7 @@ from result_file import write_result
 
 from slotline.core import SamplingParams
 from slotline.core.batch.request_table import RequestTable
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
@@ -106,7 +107,16 @@ def build(num_requests: int, steps: int) -> Engine:
         rows=rows,
         scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
         gatherer=gatherer,
-        runner=ModelRunner(NoModel(), router, rows, pipeline, staging, profiler, mark=gatherer.assembler.mark),  # type: ignore[arg-type]
+        runner=ModelRunner(
+            NoModel(),  # type: ignore[arg-type]
+            router,
+            rows,
+            pipeline,
+            staging,
+            profiler,
+            mark=gatherer.assembler.mark,
+            ops=CpuOps(),
+        ),
         pipeline=pipeline,
         profiler=profiler,
         limits=EngineLimits(

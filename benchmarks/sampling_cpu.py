@@ -30,8 +30,9 @@ from slotline.core import SamplingParams
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.sampling.sampler import sample
+from slotline.core.sampling.sampler import sample_checked
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.registry.loading import resolve_factory
 
@@ -63,7 +64,7 @@ class Ours:
     """The runner's part from logits to tokens, with the processors of every run."""
 
     def __init__(self, history: torch.Tensor, vocab_size: int, params: SamplingParams, clock: Clock) -> None:
-        self.clock = clock
+        self.clock, self.ops = clock, CpuOps()
         num_rows, length = history.shape
         self.rows = RequestTable(num_rows, length + 8)
         slots = []
@@ -104,9 +105,9 @@ class Ours:
         start = self._lap("parameters", start)
         processed = self.pipeline.apply(logits, self.which, all_greedy=batch.all_greedy)
         start = self._lap("processors", start)
-        tokens, _ = sample(processed.logits, batch, params)
+        tokens = sample_checked(processed.logits, batch, params, self.ops).tokens
         start = self._lap("draw", start)
-        marked = processed.mark(tokens)
+        marked = processed.mark(tokens, self.ops)
         self._lap("check", start)
         return marked
 

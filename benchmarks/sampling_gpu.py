@@ -29,10 +29,12 @@ from command_line import positive, require_gpus
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
-from slotline.core.device.torch_sampling import sample_torch
+from slotline.core.device import TorchOps
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.sampling.sampler import sample
-from slotline.registry.contracts import LogitsProcessorContext
+from slotline.core.sampling.sampler import sample_checked
+from slotline.registry import PluginRegistry
+from slotline.registry.contracts import DeviceOps, LogitsProcessorContext
+from slotline.registry.devices import Devices
 from slotline.testing.subject import subject_of
 
 SHORT = "--vocab-size 4096 --rows 4 --ours"
@@ -72,7 +74,8 @@ def logits_of(kind: str, n: int, vocab_size: int) -> torch.Tensor:
 class Penalised:
     """The part of a step behind the logits, for requests with all three penalties."""
 
-    def __init__(self, n: int, vocab_size: int, rows: Any, params: torch.Tensor | None) -> None:
+    def __init__(self, n: int, vocab_size: int, rows: Any, params: torch.Tensor | None, ops: DeviceOps) -> None:
+        self._ops = ops
         self._rows, self._batch, self._params = RequestTable(n, PROMPT + OUTPUT + 1024), rows, params
         self._rows.token_ids[:] = np.random.default_rng(0).zipf(1.2, self._rows.token_ids.shape) % vocab_size
         self._rows.num_prompt_tokens[:], self._rows.num_tokens[:] = PROMPT, PROMPT + OUTPUT
@@ -95,7 +98,8 @@ class Penalised:
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         self._rows.num_tokens += 1
         processed = self._pipeline.apply(logits, self._batch.rows, all_greedy=False)
-        return processed.mark(sample(processed.logits, self._batch, self._params)[0])
+        drawn = sample_checked(processed.logits, self._batch, self._params, self._ops)
+        return processed.mark(drawn.tokens, self._ops)
 
 
 def median(work: Callable[[int], Any], rounds: int = ROUNDS) -> float:
@@ -146,19 +150,19 @@ def flashinfer_calls(n: int) -> dict[str, Callable[[torch.Tensor], Any]]:
     }
 
 
-def ours(case: str, sets: list[torch.Tensor]) -> tuple[float, float, float | None]:
+def ours(case: str, sets: list[torch.Tensor], ops: DeviceOps) -> tuple[float, float, float | None]:
     """Microseconds on the device, on the host, and of the same arithmetic in torch."""
     n, vocab_size = sets[0].shape
     rows = batch(n, **CASES[case])
     params = None if rows.all_greedy else torch.from_numpy(rows.packed()).cuda()
     if case == PENALTIES:
-        step = Penalised(n, vocab_size, rows, params)
+        step = Penalised(n, vocab_size, rows, params, ops)
         return median(lambda i: step(sets[i % 2])), on_host(lambda i: step(sets[i % 2])), None
 
     def work(i: int) -> Any:
-        return sample(sets[i % 2], rows, params)
+        return sample_checked(sets[i % 2], rows, params, ops)
 
-    slow = None if params is None else median(lambda i: sample_torch(sets[i % 2], rows, params), 3)
+    slow = None if params is None else median(lambda i: TorchOps().sample(sets[i % 2], rows, params), 3)
     return median(work), on_host(work), slow
 
 
@@ -174,13 +178,14 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpus()
     print(f"{torch.cuda.get_device_name()}, {arguments.vocab_size} tokens; microseconds", flush=True)
+    ops = Devices(PluginRegistry.discover()).named("cuda").ops
     shapes = [(n, kind) for n in arguments.rows for kind in arguments.logits]
     figures: dict[tuple[int, str, str], dict[str, Any]] = {}
     for n, kind in shapes:
         torch.manual_seed(0)
         sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
         for case in arguments.cases:
-            device, host, slow = ours(case, sets)
+            device, host, slow = ours(case, sets, ops)
             figures[n, kind, case] = {"ours": device, "host": host, "torch": slow}
             print(
                 f"{n:4} rows, {kind:6}  {case:30} ours {device:8.1f}, host {host:7.1f}, torch {slow or 0:8.1f}",

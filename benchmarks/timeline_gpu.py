@@ -90,7 +90,7 @@ def say_host_cost(llm: LLM, steps: int) -> None:
     def scope(name: str) -> AbstractContextManager[None]:
         return waiting() if name == "wait" else nullcontext()
 
-    engine.profiler.scope = scope  # type: ignore[method-assign]
+    engine.profiler.scope = scope
     for _ in range(steps):
         waited[0], start = 0.0, perf_counter()
         engine.step()

@@ -21,12 +21,15 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import PackedParameters
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.builder import engine_builder as build
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.kv_cache.block_table import HostTables
 from slotline.core.model_runner.input_preparer import InputPreparer
 from tests.engine.test_engine_equality import pool_of
 
 pytest.importorskip("triton", reason="the device goes on by a kernel of Triton's")
+from slotline.backends.cuda.triton_ops import TritonOps
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on a CPU runs the kernel interpreted")
 
@@ -101,6 +104,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., Watche
     def make(family: str, **settings: Any) -> Watched:
         monkeypatch.setattr(build, "transfer_buffer_for", Arena)
         monkeypatch.setattr(build, "tables_for", tables_on_a_device)
+        monkeypatch.setattr(CpuOps, "advance_decode_batch", TritonOps.advance_decode_batch)
         llm = LLM(tiny(family), **{**DEFAULTS, **SMALL, **ON, **settings})
         monkeypatch.undo()
         return Watched(llm)
@@ -190,7 +194,7 @@ def test_only_a_device_of_its_own_memory_goes_on_by_itself(tiny: Tiny, engines: 
 
 
 def test_tables_wider_than_a_program_copies_at_a_time_arrive_whole() -> None:
-    from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
+    from slotline.backends.cuda.triton_repeats import BLOCK, advance_decode_batch
 
     width, block_size, device = 2 * BLOCK + 7, 4, "cuda" if torch.cuda.is_available() else "cpu"
     rng = torch.Generator().manual_seed(0)

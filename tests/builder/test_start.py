@@ -19,7 +19,7 @@ from slotline.core import LLM, SamplingParams
 from slotline.core.builder import engine_builder as build
 from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.builder.warmup import Warmup
-from slotline.core.device import copy_buffer
+from slotline.core.device import transfer_buffer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.planner.plan import make_plan
@@ -62,7 +62,7 @@ def test_a_start_profiles_a_spread_step_and_the_sampler_and_warms_up(start: list
     (step, sampler), (warm, *small) = start[:2], start[start.index(("warm_up", None)) :]
     assert (step[0], step[1][:2]) == ("run", (4, 48))
     assert step[1][2] > 20, "a mixture of experts that meets one token would be profiled on one expert"
-    assert sampler == ("warm_up", (1, 384, "cpu"))
+    assert (sampler[0], sampler[1][:3]) == ("warm_up", (1, 384, "cpu"))
     assert warm == ("warm_up", None)
     assert [told[:2] for name, told in small if name == "run"] == [(1, 1), (1, 16)]
 
@@ -167,7 +167,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> staging.PinnedBuffer:
 
     Late.stream.clear()
     monkeypatch.setattr(staging, "torch", Torch())
-    monkeypatch.setattr(copy_buffer, "torch", Torch())
+    monkeypatch.setattr(transfer_buffer, "torch", Torch())
     made = staging.PinnedBuffer("cuda:0")
     made.reserve(1 << 16)
     return made

@@ -63,6 +63,12 @@ def test_graphs_are_negotiated_from_what_the_device_declares(on_acme: LLM, on_th
     assert on_the_cpu.engine.plan.graphs.resolved == "none"
 
 
+def test_the_devices_own_operations_are_those_of_the_engine(on_acme: LLM, on_the_cpu: LLM) -> None:
+    assert type(on_acme.engine.runner.ops).__name__ == "AcmeOps"
+    assert type(on_the_cpu.engine.runner.ops).__name__ == "CpuOps"
+    assert on_acme.engine.compiler is None
+
+
 def test_a_number_that_no_device_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="device = 'acme:7' is not there: 2 acme devices"):
         LLM(device="acme:7", **SMALL)

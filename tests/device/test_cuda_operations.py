@@ -47,3 +47,11 @@ def test_an_operation_with_a_kernel_uses_it(name: str) -> None:
 def test_every_operation_of_the_contract_is_listed() -> None:
     names = {name for name in vars(DeviceOps) if not re.match("_|register", name)}
     assert names == set(KERNELS) | DERIVED
+
+
+def test_a_step_calls_tritons_log_directly() -> None:
+    from slotline.backends.cuda.compiler import TritonCompiler
+    from slotline.kernels import triton_precompile
+
+    assert TritonCompiler("cuda").log_to is triton_precompile.log_to
+    assert TritonCompiler("cuda").leaving_out is triton_precompile.leaving_out

@@ -11,6 +11,7 @@ import pytest
 from repository import TESTS
 
 from slotline.core.device import TorchDevice, TorchOps
+from slotline.core.device.torch_device import clock_of, compiler_of
 from slotline.registry import (
     ConfigError,
     ContractError,
@@ -53,6 +54,20 @@ unsound = Descriptor(
 class Lean:
     def argmax(self, logits):
         return logits.argmax(-1)
+
+
+class Early:
+
+    def __init__(self):
+        self._base = TorchDevice("early", "cpu")
+
+    def __getattr__(self, name):
+        if name in ("compiler", "time_point"):
+            raise AttributeError(name)
+        return getattr(self._base, name)
+
+
+early = Descriptor(kind=Kind.DEVICE, name="early", capabilities=offer, factory=lambda context: Early())
 
 
 lean = Descriptor(
@@ -175,6 +190,15 @@ def test_the_base_class_is_a_device_with_torchs_operations() -> None:
     assert device.info().type == "acme"
     assert 0 < device.memory().free <= device.memory().total
     assert DeviceContext(contract=1, name="acme").index is None
+
+
+def test_a_device_may_lack_a_compiler_and_a_clock(inline: Callable[[str], PluginRegistry]) -> None:
+    device = Devices(inline("early")).named("early")
+    assert not hasattr(device, "compiler")
+    assert compiler_of(device) is None
+    first, later = clock_of(device)(), clock_of(device)()
+    assert first.passed
+    assert 0 <= first.until(later) < 60
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

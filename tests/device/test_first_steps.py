@@ -20,6 +20,7 @@ def graphs_of(**phases: str) -> GraphPlan:
 def made(**changes: Any) -> Warmup:
     """Of a plain decoder in graphs, changed at the paths."""
     groups = (SimpleNamespace(name="full", any_captured=True), SimpleNamespace(name="other", any_captured=False))
+    compiler = SimpleNamespace(compile_all=lambda missing: None)
     runner = SimpleNamespace(extensions=NO_EXTENSIONS, router=SimpleNamespace(groups=groups))
     planned = SimpleNamespace(
         plan=SimpleNamespace(graphs=graphs_of(decode="full", mixed="none"), state_groups=()),
@@ -27,7 +28,7 @@ def made(**changes: Any) -> Warmup:
         loaded=SimpleNamespace(config=SimpleNamespace(offload_gib=0.0, scheduler=SimpleNamespace(max_requests=2))),
         facts=SimpleNamespace(modalities=(), max_encoder_len=0, vocab_size=64),
         device="cuda",
-        hardware={"cuda": None},
+        hardware={"cuda": SimpleNamespace(ops=None, compiler=lambda: compiler)},
     )
     top = SimpleNamespace(runner=runner, planned=planned)
     for path, value in changes.items():
@@ -47,7 +48,6 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     monkeypatch.setattr(first_steps, "forwards", lambda runner, steps, broken: found.append(broken) or iter(()))
     monkeypatch.setattr(first_steps, "draws", lambda *_: None)
     monkeypatch.setattr(first_steps, "note_lacking", lambda *_, **__: None)
-    monkeypatch.setattr(first_steps, "_compile", lambda *_: None)
     return found
 
 

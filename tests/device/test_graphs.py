@@ -14,12 +14,14 @@ import pytest
 import torch
 from attrs import evolve
 
+from slotline.backends.cuda.compiler import steps
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.builder import dry_runs as rehearsal
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.model_runner import graph_capture as capturing
 from slotline.core.model_runner import graph_runner as graphs
-from slotline.core.model_runner import kernel_precompile_plan as rehearsal
 from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture
 from slotline.core.model_runner.graph_runner import GraphRunner
@@ -271,9 +273,9 @@ def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_o
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     router = engine.runner.router
     monkeypatch.setattr(router, "groups", tuple(evolve(group, any_captured=True) for group in router.groups))
-    rehearsal.record_launches(router, engine.gatherer, torch.float32, 16, {})
-    count = len(list(rehearsal.steps(16, engine.rows.max_requests, engine.rows.max_model_len)))
-    assert calls == ["begin", "mark"] * count
+    made_up = list(steps(16, engine.rows.max_requests, engine.rows.max_model_len))
+    rehearsal.record_launches(router, engine.gatherer, torch.float32, made_up, {})
+    assert calls == ["begin", "mark"] * len(made_up)
 
 
 @pytest.fixture
@@ -292,7 +294,7 @@ def rehearsed(
         monkeypatch.setattr(capturing, "GraphCapture", lambda fix, device: PretendedCapturing())
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         plan, forward, head = runner.plan, runner.model.forward, runner.model.compute_logits
-        serve, draw = runner.router.serve, rehearsal.sample
+        serve, draw = runner.router.serve, rehearsal.sample_checked
 
         def noted(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def noting(*given: Any, **named: Any) -> Any:
@@ -306,11 +308,11 @@ def rehearsed(
         monkeypatch.setattr(runner, "plan", noted("plan", plan))
         monkeypatch.setattr(runner.model, "forward", noted("forward", forward))
         monkeypatch.setattr(runner.model, "compute_logits", noted("logits", head))
-        monkeypatch.setattr(rehearsal, "sample", noted("draw", draw))
+        monkeypatch.setattr(rehearsal, "sample_checked", noted("draw", draw))
         monkeypatch.setattr(runner.router, "serve", noted("attention", serve))
         names = {group.name for group in runner.router.groups} if broken else set()
         steps = (made_up(lens, vocab_size=50) for lens in ([3, 5], [1], [16]))
-        calls = chain((rehearsal.draws(2, 64, "cpu"),), rehearsal.forwards(runner, steps, names))
+        calls = chain((rehearsal.draws(2, 64, "cpu", CpuOps()),), rehearsal.forwards(runner, steps, names))
         capturing.note_lacking(calls, {}, "profile and warm-up", replayed=False)
         return events, sum(len(group.layers) for group in runner.router.groups)
 

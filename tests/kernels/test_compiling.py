@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from engine_driver import GREEDY
 
+from slotline.backends.cuda.compiler import TritonCompiler
 from slotline.core import LLM
 from slotline.kernels import triton_precompile as compiling
 from slotline.kernels.triton_precompile import Kernel
@@ -211,6 +212,7 @@ def test_a_step_that_waits_for_the_compiler_says_so(
     llm.generate([[5, 6]], GREEDY)
     assert llm.engine.late_kernels == []
     monkeypatch.setattr(llm.engine.runner, "launch", compiles)
+    monkeypatch.setattr(llm.engine, "compiler", TritonCompiler("cpu"))
     with caplog.at_level("INFO", "slotline"):
         llm.generate([[5, 6]], GREEDY)
     assert llm.engine.late_kernels == kernels

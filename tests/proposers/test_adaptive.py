@@ -261,7 +261,7 @@ def test_what_a_grammar_forces_says_nothing_of_the_drafter(
 
 
 def test_a_step_is_timed_without_its_proposal_and_taken_once_it_is_over() -> None:
-    times, lengths = StepTimes("cpu"), np.array([3, 3])
+    times, lengths = StepTimes(), np.array([3, 3])
     times.begin(10, drafted=True, decodes=True)
     sleep(0.02)
     times.computed()

@@ -13,7 +13,7 @@ from slotline.registry.moved_modules import MOVED, RENAMED
 OLD = (
     ("slotline.core.uploads", "sent", "slotline.core.device.async_copy", "to_device"),
     ("slotline.core.replays", "is_replayed", "slotline.kernels.graph_capture_state", "is_replayed"),
-    ("slotline.core.sampling.likeliest", "likeliest", "slotline.core.sampling.argmax", "argmax"),
+    ("slotline.core.sampling.likeliest", "likeliest", "slotline.backends.cuda.ops", "argmax"),
     ("slotline.core.planning.device", "device_scope", "slotline.core.device.scope", "device_scope"),
     ("slotline.core.numba_cache", "cached_njit", "slotline.kernels.numba_cache", "cached_njit"),
     ("slotline.core.engine", "Engine", "slotline.core.engine.engine", "Engine"),

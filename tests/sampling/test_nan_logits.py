@@ -16,6 +16,7 @@ from sampling_cases import batch, params
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.sampler import sample_checked
 from slotline.registry.errors import ContractError
@@ -50,7 +51,7 @@ def nan_rows(vocab_size: int) -> tuple[torch.Tensor, list[bool]]:
 def test_every_way_of_drawing_notices_the_rows_that_hold_nan(limits: dict[str, Any], vocab_size: int) -> None:
     logits, wanted = nan_rows(vocab_size)
     rows = batch(6, **limits)
-    drawn = sample_checked(logits, rows, None if rows.all_greedy else params(rows))
+    drawn = sample_checked(logits, rows, None if rows.all_greedy else params(rows), CpuOps())
     assert drawn.holds_nan is not None
     assert drawn.holds_nan.tolist() == wanted
     assert ((drawn.tokens >= 0) & (drawn.tokens < vocab_size)).all()
@@ -65,7 +66,7 @@ def test_rows_without_nan_are_not_taken_for_such_whatever_infinities_they_hold(l
     logits[2, 5] = torch.inf
     logits[3, 1:] = -torch.inf
     rows = batch(6, **limits)
-    drawn = sample_checked(logits, rows, None if rows.all_greedy else params(rows))
+    drawn = sample_checked(logits, rows, None if rows.all_greedy else params(rows), CpuOps())
     assert drawn.holds_nan is None or not drawn.holds_nan.any()
 
 
@@ -75,9 +76,9 @@ def test_the_kernels_notice_the_same_rows_and_tell_the_host(limits: dict[str, An
     pytest.importorskip("triton", reason="the kernels are Triton's")
     from devices import transfer_buffer_for
 
+    from slotline.backends.cuda import triton_sampling
     from slotline.backends.cuda.triton_fast_sampler import FastSampler
     from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-    from slotline.core.sampling import triton_sampling
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, wanted = nan_rows(vocab_size)

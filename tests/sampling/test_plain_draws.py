@@ -20,7 +20,7 @@ from slotline.registry.errors import IntegrityError
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.backends.cuda.triton_fast_sampler import FastSampler
-from slotline.core.sampling.triton_sampling import sample_triton
+from slotline.backends.cuda.triton_sampling import sample_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,6 +14,7 @@ from repository import SUPPORT
 from tiny_engines import everything_returned
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.device import TorchOps
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.registry.errors import PluginError, RequestError
 
@@ -152,7 +153,7 @@ def test_a_step_whose_requests_need_no_processor_returns_the_logits_themselves(t
     assert len(pipeline.slots) >= 6
     found = pipeline.apply(logits, torch.tensor([0, 1]).numpy(), all_greedy=False)
     assert found.logits is logits
-    assert found.mark(tokens) is tokens
+    assert found.mark(tokens, TorchOps()) is tokens
 
 
 # ---- contradictions

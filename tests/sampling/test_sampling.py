@@ -13,11 +13,12 @@ import pytest
 import tiny_models
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all
-from sampling_cases import allowed, batch, columns, drawn, masked
+from sampling_cases import allowed, batch, columns, draw, drawn, masked
 
 from slotline.core import LLM, Logprob, SamplingParams
 from slotline.core.batch.logprobs import LogprobTable, pack_logprobs
-from slotline.core.device.torch_sampling import draw, scale
+from slotline.core.device.cpu_ops import CpuOps
+from slotline.core.device.torch_sampling import scale
 from slotline.core.sampling import sampler as sampler_module
 from slotline.core.sampling.sampler import uniforms, warm_up
 from slotline.registry.errors import CapacityError
@@ -488,10 +489,10 @@ def test_a_sampler_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.Monk
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    warm_up(3, 50, "cpu")
-    monkeypatch.setattr(sampler_module, "sample", fail)
+    warm_up(3, 50, "cpu", CpuOps())
+    monkeypatch.setattr(sampler_module, "sample_checked", fail)
     with pytest.raises(CapacityError, match=r"sampling 3 rows of 50 logits[\s\S]*scheduler.max_requests"):
-        warm_up(3, 50, "cpu")
+        warm_up(3, 50, "cpu", CpuOps())
 
 
 def naive_penalties(logits: torch.Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> torch.Tensor:

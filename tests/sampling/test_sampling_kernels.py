@@ -3,6 +3,7 @@ in Triton's interpreter."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,20 @@ import torch
 from devices import transfer_buffer_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_cases import allowed, batch, params
+from sampling_cases import allowed, batch, params, sample
 
 from slotline.core.batch.logprobs import pack_logprobs
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, PackedParameters, SamplingMetadata
-from slotline.core.device.torch_sampling import sample_torch
+from slotline.core.device.torch_ops import TorchOps
+from slotline.core.device.torch_sampling import draw_torch
 from slotline.core.device.transfer_buffer import reserved_bytes
-from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE, Processed
-from slotline.core.sampling.sampler import sample, uniforms
+from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE
+from slotline.core.sampling.sampler import uniforms
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling import triton_argmax as triton_likeliest
-from slotline.core.sampling import triton_sampling
-from slotline.core.sampling.triton_logits_ops import mark_unusable
+from slotline.backends.cuda import triton_argmax as triton_likeliest
+from slotline.backends.cuda import triton_sampling
+from slotline.backends.cuda.triton_logits_ops import mark_unusable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,7 +121,7 @@ def test_tokens_and_masked_logits_are_those_of_torch(case: tuple[torch.Tensor, S
         rows = batch(1, top_k=5)
         logits = logits[:1]
     tokens, least = run(logits, rows)
-    want, final = sample_torch(logits, rows, params(rows), keep_final=True)
+    want, final, _ = draw_torch(logits, rows, params(rows), keep_final=True)
     assert final is not None
     scaled = logits / PackedParameters(params(rows)).temperature[:, None]
     assert torch.equal(scaled.masked_fill(scaled < least[:, None], -torch.inf), final)
@@ -276,10 +278,10 @@ def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: 
     touched = np.array([True] * 7 + [all_touched])
     if not all_touched:
         touched[3] = False
-    processed = Processed(logits=logits, raw=raw, touched=touched)
+    in_torch = partial(TorchOps().mark_unusable, logits, raw, not_finite=NOT_FINITE, none_left=NONE_LEFT)
     tokens = torch.arange(8) % vocab_size
     which = None if all_touched else torch.from_numpy(touched)
-    want = processed.mark_in_torch(tokens, which, all_greedy=False)
+    want = in_torch(which, tokens, all_greedy=False)
     assert want.tolist() == [0, 1, NOT_FINITE, 3 if not all_touched else NOT_FINITE, NONE_LEFT, *(tokens[5:].tolist())]
 
     def mark(places: torch.Tensor, *, all_greedy: bool) -> torch.Tensor:
@@ -294,8 +296,8 @@ def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: 
 
     assert mark(tokens, all_greedy=False).tolist() == want.tolist()
     best = logits.argmax(dim=-1)
-    greedy = processed.mark_in_torch(best, which, all_greedy=True)
-    assert torch.equal(greedy, processed.mark_in_torch(best, which, all_greedy=False))
+    greedy = in_torch(which, best, all_greedy=True)
+    assert torch.equal(greedy, in_torch(which, best, all_greedy=False))
     assert greedy.tolist() == mark(best, all_greedy=True).tolist()
 
 
@@ -340,7 +342,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest(
 @pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
 @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9, 0.99])
 def test_a_flat_nucleus_is_found_in_one_pass_over_its_row(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotline.core.sampling import triton_kernels
+    from slotline.backends.cuda import triton_kernels
 
     monkeypatch.setattr(triton_sampling, "TILE", 16)
     search, searched = triton_kernels._nucleus, []

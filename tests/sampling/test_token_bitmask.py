@@ -5,25 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices import device_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotline.core.device.cpu import CpuDevice
 from slotline.core.device.torch_ops import unpacked
 from slotline.plugins.structured_output.bitmask import TokenBitmask
-from slotline.registry.contracts.device import Device
 
 pytest.importorskip("triton", reason="the kernel is Triton's")
-from slotline.core.sampling.triton_logits_ops import ban_by_bitmask
+from slotline.backends.cuda.triton_logits_ops import ban_by_bitmask
 
 pytestmark = [pytest.mark.behaviour(102)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CPU = CpuDevice()
 
 
-def filled(allowed: np.ndarray, places: list[int], vocab_size: int, device: Device = CPU) -> TokenBitmask:
+def filled(allowed: np.ndarray, places: list[int], vocab_size: int, device: str = "cpu") -> TokenBitmask:
     """A bitmask of these rows."""
-    bitmask = TokenBitmask(len(places), vocab_size, device)
+    bitmask = TokenBitmask(len(places), vocab_size, device_for(device))
     bitmask.places[:] = places
     padded = np.zeros((len(places), bitmask.words.shape[1] * 32), bool)
     padded[:, :vocab_size] = allowed
@@ -51,9 +49,7 @@ def test_what_is_not_allowed_is_minus_infinity_and_nothing_else_changes(
     ban_by_bitmask(there := logits.clone().to(DEVICE), words, found_places)
     assert torch.equal(there.cpu(), want)
     if DEVICE == "cuda":
-        from slotline.backends.cuda.device import CudaDevice
-
-        kept, bitmask = logits.to(DEVICE), filled(allowed, places, vocab_size, CudaDevice(DEVICE))
+        bitmask, kept = filled(allowed, places, vocab_size, DEVICE), logits.to(DEVICE)
         assert torch.equal(bitmask.apply(kept).cpu(), want)
         assert torch.equal(kept.cpu(), before)
         bitmask.apply(kept, in_place=True)
@@ -70,7 +66,7 @@ def test_tokens_are_banned_in_the_rows_asked_for() -> None:
 
 def test_a_new_bitmask_allows_everything() -> None:
     logits = torch.randn(2, 33)
-    bitmask = TokenBitmask(2, 33, CPU)
+    bitmask = TokenBitmask(2, 33, device_for("cpu"))
     bitmask.places[:] = [0, 1]
     assert torch.equal(bitmask.apply(logits), logits)
 

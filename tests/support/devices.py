@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from slotline.core.kv_cache.block_table import DeviceTables
 from slotline.core.kv_cache.cache_group import CacheGroup
@@ -11,6 +12,7 @@ from slotline.registry.contracts import Device, TransferBuffer
 from slotline.registry.devices import Devices
 
 
+@cache
 def device_for(name: str) -> Device:
     """Return the device that a configuration would name so."""
     return Devices(PluginRegistry.discover()).named(name)

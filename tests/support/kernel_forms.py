@@ -109,7 +109,7 @@ def attended(requests: tuple[tuple[int, int], ...], **more: Any) -> None:
 
 def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) -> Forms:
     """What steps of an engine with such limits launch that the steps of a rehearsal do not."""
-    from slotline.core.model_runner.kernel_precompile_plan import steps
+    from slotline.backends.cuda.compiler import steps
 
     for lens, past in steps(most_tokens, most_requests, longest):
         attended(tuple((n, n if past is None else past) for n in lens), **SMALL)
@@ -224,12 +224,14 @@ def logits() -> None:
     """What grammars, marks and penalties launch for rows and tokens of all numbers, and a rehearsal before."""
     import numpy as np
 
-    from slotline.core.sampling import triton_logits_ops as triton_rows
+    from slotline.backends.cuda import triton_logits_ops as triton_rows
+    from slotline.backends.cuda.triton_ops import TritonOps
+    from slotline.core.builder.dry_runs import rare_operations
     from slotline.plugins.logits_processors.penalties import device_counts
     from slotline.registry.contracts import LogitsBatch
 
     vocab_size, rng = 1000, np.random.default_rng(0)
-    triton_rows.rehearse(vocab_size, "cpu")
+    rare_operations(vocab_size, "cpu", TritonOps("cpu"))
     device_counts.warm_up(vocab_size, "cpu")
     counts = device_counts.DeviceCounts(2 * max(COUNTS), vocab_size, "cpu")
     for n in COUNTS:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from devices import device_for
 
 from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
-from slotline.core.device import torch_sampling
-from slotline.core.sampling.sampler import sample
+from slotline.core.device.torch_sampling import invert, least_kept
+from slotline.core.sampling.sampler import sample_checked
 
 
 def batch(n: int, **values: Any) -> SamplingMetadata:
@@ -34,6 +35,20 @@ def columns(rows: SamplingMetadata) -> PackedParameters:
     return PackedParameters(params(rows))
 
 
+def sample(
+    logits: torch.Tensor, rows: SamplingMetadata, sent: torch.Tensor | None, *, keep_final: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens by the operations of the logits' device, and the logits that they were drawn from."""
+    ops = device_for(logits.device.type).ops
+    found = sample_checked(logits, rows, sent, ops, keep_final=keep_final)
+    return found.tokens, found.final
+
+
+def draw(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
+    """One token per row, [n] int64, by inverse transform of the softmax."""
+    return invert(logits.softmax(dim=-1).double(), columns.uniform)
+
+
 def drawn(logits: torch.Tensor, rows: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, and the logits that they were drawn from."""
     sent = None if rows.all_greedy else params(rows, str(logits.device))
@@ -44,7 +59,8 @@ def drawn(logits: torch.Tensor, rows: SamplingMetadata) -> tuple[torch.Tensor, t
 
 def masked(logits: torch.Tensor, rows: SamplingMetadata) -> torch.Tensor:
     """What min-p, top-k and top-p leave of logits, in torch."""
-    return torch_sampling.mask_unlikely(logits, rows, columns(rows))
+    least = least_kept(logits, rows, columns(rows))
+    return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
 def allowed(probabilities: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from attrs import define, field
 
+from slotline.registry.contracts.device import CompiledKernel as Kernel
+
 logger = logging.getLogger("slotline")
 MOST_THREADS = 16
 
@@ -42,20 +44,6 @@ class MissingKernel(NamedTuple):
 
 MissingKernels = dict[tuple[int, str], MissingKernel]
 """By the kernel's `id` and its specialization."""
-
-
-class Kernel(NamedTuple):
-    """Kernel that Triton was asked for and this process had not loaded.
-
-    Attributes:
-        name: name of Triton's function.
-        seconds: time to compile it, or to load it from Triton's cache on disk.
-        on_disk: True if it was in Triton's cache on disk.
-    """
-
-    name: str
-    seconds: float
-    on_disk: bool
 
 
 _logs: dict[int, list[Kernel]] = {}

@@ -94,7 +94,7 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
         Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
         Kind.DEVICE: BuiltContract(
             protocol=contracts.Device,
-            optional={"graph_capture": _declared("graphs")},
+            optional={"graph_capture": _declared("graphs"), "compiler": _never, "time_point": _never},
             attributes={"name": _always, "torch_device": _always, "ops": _always},
         ),
         Kind.EXTENSION: BuiltContract(

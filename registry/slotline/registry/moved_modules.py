@@ -36,7 +36,8 @@ MOVED = MappingProxyType(
         "slotline.core.frontend.tokenizer": "slotline.core.api.tokenizer",
         "slotline.core.planning.device": "slotline.planner.device",
         "slotline.core.planning.plan": "slotline.planner.plan",
-        "slotline.core.sampling.likeliest": "slotline.core.sampling.argmax",
+        "slotline.core.sampling.argmax": "slotline.backends.cuda.ops",
+        "slotline.core.sampling.likeliest": "slotline.backends.cuda.ops",
     }
 )
 """Old paths and the modules that hold their names now."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from slotline.core.device.copy_buffer import CopyBuffer
+from slotline.core.device.transfer_buffer import CopyBuffer
 from slotline.registry.contracts.device import Download
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from slotline.backends.cuda.capture import CudaCapture
+from slotline.backends.cuda.compiler import TritonCompiler
 from slotline.backends.cuda.copies import CudaCopies, PinnedBuffer
 from slotline.backends.cuda.ops import ops_for
 from slotline.core.device import TorchDevice
@@ -22,6 +23,7 @@ class CudaDevice(TorchDevice):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, name, ops_for(name))
+        self._compiler = TritonCompiler(name)
         self._index = int(name.partition(":")[2]) if ":" in name else None
 
     def info(self) -> DeviceInfo:
@@ -67,6 +69,32 @@ class CudaDevice(TorchDevice):
     def graph_capture(self) -> GraphCapture:
         """Return a session that captures CUDA graphs."""
         return CudaCapture()
+
+    def compiler(self) -> TritonCompiler:
+        """Return Triton's."""
+        return self._compiler
+
+    def time_point(self) -> CudaTime:
+        """Record an event in the current stream."""
+        return CudaTime()
+
+
+class CudaTime:
+    """End of all work that was launched to the current stream before. Implements `TimePoint`."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the work is over."""
+        return bool(self._event.query())
+
+    def until(self, later: CudaTime) -> float:
+        """Return the seconds between two ends."""
+        milliseconds: float = self._event.elapsed_time(later._event)
+        return milliseconds / 1e3
 
 
 class CudaFactory:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from attrs import frozen
 
+from slotline.backends.cuda import triton_argmax as triton_likeliest
+from slotline.backends.cuda import triton_sampling
+from slotline.backends.cuda.triton_logits_ops import Kept
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
-from slotline.core.sampling import triton_argmax as triton_likeliest
-from slotline.core.sampling import triton_sampling
-from slotline.core.sampling.triton_logits_ops import Kept
 from slotline.kernels.triton_launcher import MOST, Launch
 from slotline.registry.errors import IntegrityError
 

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from slotline.backends.cuda.triton_argmax import likeliest_triton
 from slotline.backends.cuda.triton_bounds import take_off_triton
 from slotline.backends.cuda.triton_drafts import find_stood_triton, keep_drafts_triton
 from slotline.backends.cuda.triton_fast_sampler import FastSampler
+from slotline.backends.cuda.triton_logits_ops import ban_by_bitmask, mark_unusable
 from slotline.backends.cuda.triton_places import fill_places
+from slotline.backends.cuda.triton_repeats import BLOCK, advance_decode_batch
+from slotline.backends.cuda.triton_sampling import sample_into
 from slotline.backends.cuda.triton_tables import put_rows, take_rows
 from slotline.core.device import TorchOps
 from slotline.core.device.packed_parameters import PackedParameters
-from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
-from slotline.core.sampling.triton_argmax import likeliest_triton
-from slotline.core.sampling.triton_logits_ops import ban_by_bitmask, mark_unusable
-from slotline.core.sampling.triton_sampling import sample_into
 from slotline.kernels.triton_launcher import as_pointer
 from slotline.registry.contracts.device import (
     DecodeBatch,

@@ -10,6 +10,7 @@ from attrs import evolve
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.parts import Parts
 from slotline.core.builder.plugin_construction import build_plugin
+from slotline.core.device.torch_device import clock_of
 from slotline.core.speculation.draft_length_controller import DraftLengthController
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.planner.drafter import draft_path, numbered
@@ -63,6 +64,7 @@ def build_drafting(parts: Parts) -> DraftRunner | None:
         embed=None if embed is None else parts.outside_steps(embed),
         layers=planned.draft_layers,
         load_model=partial(_load_draft_model, planned),
+        ops=planned.hardware[planned.device].ops,
         options=planned.options(descriptor),
     )
     return DraftRunner(
@@ -80,6 +82,7 @@ def build_drafting(parts: Parts) -> DraftRunner | None:
         uniform=_captures_verification(planned),
         check=loaded.config.observability.check_integrity,
         embed=context.embed,
+        time_point=clock_of(planned.hardware[planned.device]),
     )
 
 

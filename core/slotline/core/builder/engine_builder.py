@@ -9,6 +9,7 @@ from attrs import define, evolve, field
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.device_checks import check_operations
 from slotline.core.builder.drafter import build_drafting
 from slotline.core.builder.extensions import build_extensions
 from slotline.core.builder.graphs import build_graphs
@@ -24,6 +25,7 @@ from slotline.core.builder.request_services import (
     load_tokenizer,
 )
 from slotline.core.builder.warmup import Warmup
+from slotline.core.device.torch_device import compiler_of
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
@@ -44,12 +46,12 @@ from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.async_spec_decode import AsyncSpecDecode
 from slotline.core.speculation.draft_runner import DraftRunner
-from slotline.kernels import triton_precompile as compiling
 from slotline.planner.plan import Planned, make_plan
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
+    CompiledKernel,
     Device,
     KVSpec,
     Model,
@@ -77,7 +79,7 @@ def build_engine(loaded: LoadedConfig) -> Engine:
         logger.warning(warning)
     for note in planned.plan.warnings:
         logger.warning("%s %s [%s]", note.code, note.text, note.key)
-    with planned.hardware[planned.device].scope(), compiling.KernelLog():
+    with planned.hardware[planned.device].scope():
         engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
@@ -91,10 +93,12 @@ class EngineBuilder:
     Attributes:
         planned: the plan with its descriptors and facts.
         startup: times the phases.
+        kernels: those that building waited for.
     """
 
     planned: Planned
     startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
+    kernels: list[CompiledKernel] = field(factory=list, init=False)
     groups: LayerGroupBuilder = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -112,6 +116,16 @@ class EngineBuilder:
         Args:
             model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
         """
+        compiler = compiler_of(self.planned.hardware[self.planned.device])
+        if compiler is None:
+            return self._build(model)
+        outer = compiler.log_to(self.kernels)
+        try:
+            return self._build(model)
+        finally:
+            compiler.log_to(outer)
+
+    def _build(self, model: Model | None) -> Engine:
         planned, config = self.planned, self.planned.loaded.config
         model = model or self.load_model()
         specs = self.groups.specs()
@@ -141,8 +155,11 @@ class EngineBuilder:
         cascade = self.groups.common_prefixes(attention, extensions.named.get("cascade"))
         drafting = build_drafting(evolve(parts, named=extensions.named))
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
-        first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
-        if planned.device_capabilities.streams.support:
+        first, known = Warmup(planned, gatherer, runner), len(self.kernels)
+        first.listen()
+        if runner.pooling is None:
+            check_operations(planned)
+        if first.compiler is not None:
             with self.startup.scope("compile"):
                 first.compile_forwards()
         with self.startup.scope("profile"):
@@ -183,15 +200,16 @@ class EngineBuilder:
             cascade=cascade,
             extensions=extensions,
             asynchronous=planned.asynchronous,
+            compiler=first.compiler,
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
         )
-        compiling.listen()  # Triton may have been loaded since
+        first.listen()
         with self.startup.scope("warm_up"):
             first.warm_up()
         engine.graphs = runner.graphs = build_graphs(planned, engine)
         # Where something was compiled, it is a first start, and captures and requests will compile more.
-        if compiled.count and planned.device_capabilities.streams.support:
+        if any(not kernel.on_disk for kernel in self.kernels[known:]):
             with self.startup.scope("compile"):
                 first.compile_ahead(engine.graphs)
         if engine.graphs is not None:
@@ -199,7 +217,7 @@ class EngineBuilder:
                 engine.graphs.capture(progress=config.observability.progress)
                 if drafting is not None and planned.captures_drafts:
                     drafting.capture(engine.graphs, progress=config.observability.progress)
-        compiling.listen()
+        first.listen()
         for ready in extensions.engine_ready:
             ready()
         planned.registry.hooks.engine_built(engine)
@@ -274,7 +292,7 @@ class EngineBuilder:
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
             extensions=extensions,
             repeats=repeats_for(
-                groups, kernel_sizes, stagings[0], tables, last_tokens, [stage.device for stage in stages]
+                groups, kernel_sizes, stagings[0], tables, last_tokens, [hardware[stage.device] for stage in stages]
             ),
         )
         runner = ModelRunner(
@@ -293,6 +311,7 @@ class EngineBuilder:
             mark=gatherer.assembler.mark,
             extensions=extensions,
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
+            ops=hardware[self.planned.device].ops,
         )
         self.groups.set_router(runner, gatherer, runner.router)
         runner.nan_cause = lambda: nan_cause(runner.router, runner.extensions)
@@ -372,7 +391,9 @@ class EngineBuilder:
                 runner.drafting.rehearse(output.computed)
         if runner.pooling is None:
             requests = self.planned.loaded.config.scheduler.max_requests
-            warm_up(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
+            device = self.planned.device
+            ops = self.planned.hardware[device].ops
+            warm_up(requests if overlaps else 1, self.planned.facts.vocab_size, device, ops)
         del held  # until here: what extensions keep lies beside a step
 
     def _scheduler(

@@ -9,16 +9,15 @@ import torch
 from attrs import frozen
 
 from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.builder.dry_runs import draws, forwards, rare_operations, record_launches
 from slotline.core.builder.plugin_construction import oom_as_capacity_error
+from slotline.core.device.torch_device import compiler_of
 from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.core.model_runner.kernel_precompile_plan import draws, forwards, powers_of_two, record_launches
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.kernels import triton_precompile as compiling
-from slotline.kernels.triton_support import has_triton
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import Device
+from slotline.registry.contracts import Device, KernelCompiler, MissingKernels
 
 _LONG_PROMPT = 4096
 """Tokens of the longest made-up prompt of a warm-up: kernels for prompts may differ by their length."""
@@ -54,32 +53,44 @@ class Warmup:
                 self.runner.run(inputs)
         self.runner.profiler.reset()
 
+    @property
+    def compiler(self) -> KernelCompiler | None:
+        """The compiler of kernels of the device where tokens are sampled, None if it has none."""
+        return compiler_of(self._device)
+
+    def listen(self) -> None:
+        """Have the compiler notice what is compiled, also by libraries that were loaded since the last call."""
+        if (compiler := self.compiler) is not None:
+            compiler.listen()
+
     def compile_forwards(self) -> None:
         """Compile the kernels of profile and warm-up, several at a time, if a forward pass can be captured."""
-        if not self._may_be_recorded:
+        if (compiler := self.compiler) is None or not self._may_be_recorded:
             return
-        planned, missing = self.planned, compiling.MissingKernels()
-        draw = draws(planned.loaded.config.scheduler.max_requests, planned.facts.vocab_size, planned.device)
+        planned, missing = self.planned, MissingKernels()
+        most_requests, vocab_size = planned.loaded.config.scheduler.max_requests, planned.facts.vocab_size
+        draw = draws(most_requests, vocab_size, planned.device, self._device.ops)
         steps = self._forwards(chain(self._largest_only(), self._warm_ups()))
         note_lacking(chain((draw,), steps), missing, "profile and warm-up", replayed=False, device=self._device)
-        _compile(missing, self.planned.device)
+        compiler.compile_all(missing)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
         """Compile the kernels of captures and later steps, several at a time."""
-        planned, missing = self.planned, compiling.MissingKernels()
+        if (compiler := self.compiler) is None:
+            return
+        planned, missing = self.planned, MissingKernels()
         if not planned.stages.divided:
-            dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
-            record_launches(self.runner.router, self.gatherer, dtype, most, missing, self._device)
+            dtype, limits = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler
+            steps = compiler.steps(limits.max_batched_tokens, limits.max_requests, planned.max_model_len)
+            record_launches(self.runner.router, self.gatherer, dtype, steps, missing, self._device)
         if self._may_be_recorded:
             note_lacking(self._forwards(self._prompts()), missing, "prompts", replayed=False, device=self._device)
-        if self.runner.pooling is None and has_triton():
-            from slotline.core.sampling.triton_logits_ops import rehearse as rehearse_rows
-
-            with compiling.leaving_out(missing):
-                rehearse_rows(planned.facts.vocab_size, planned.device)
+        if self.runner.pooling is None:
+            with compiler.leaving_out(missing):
+                rare_operations(planned.facts.vocab_size, planned.device, self._device.ops)
         if graphs is not None:
             graphs.note_lacking(missing)
-        _compile(missing, self.planned.device)
+        compiler.compile_all(missing)
 
     @property
     def _may_be_recorded(self) -> bool:
@@ -123,7 +134,8 @@ class Warmup:
 
         Kernels over rows may differ by the number of rows.
         """
-        for size in powers_of_two(self._longest):
+        sizes = {1 << power for power in range(self._longest.bit_length())}
+        for size in sorted({*sizes, self._longest}):
             yield self.gatherer.dummy([size])
 
     @property
@@ -135,7 +147,3 @@ class Warmup:
     def _longest(self) -> int:
         """The most tokens of a request in a step."""
         return min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
-
-
-def _compile(missing: compiling.MissingKernels, device: str) -> None:
-    compiling.compile_all(missing, torch.device(device))

@@ -8,9 +8,9 @@ import mmap
 import psutil
 import torch
 
-from slotline.core.device.copy_buffer import HostBuffer
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.torch_device import TorchDevice
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.registry.contracts.device import DeviceContext, TransferBuffer
 from slotline.registry.descriptor import DeviceInfo
 
@@ -47,7 +47,7 @@ class CpuDevice(TorchDevice):
 
     def transfer_buffer(self) -> TransferBuffer:
         """Return a buffer of views."""
-        return HostBuffer()
+        return CpuTransferBuffer()
 
 
 class CpuFactory:

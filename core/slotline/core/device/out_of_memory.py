@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_SAID = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""Parts of a RuntimeError's text: torch's CPU allocator, pinned memory, and the workspaces of cuBLAS and cuDNN."""
+_SAID = ("can't allocate memory", "error: out of memory", "STATUS_ALLOC_FAILED")
+"""Parts of a RuntimeError's text: torch's CPU allocator, pinned memory, and the workspaces of a device's libraries."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,17 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from slotline.core.device.copy_buffer import CopyBuffer
 from slotline.core.device.torch_ops import TorchOps
+from slotline.core.device.transfer_buffer import CopyBuffer
 from slotline.registry.contracts.device import (
     CopyStream,
+    Device,
     DeviceMemory,
     DeviceOps,
     GraphCapture,
+    KernelCompiler,
     PeakMemory,
+    TimePoint,
     TransferBuffer,
 )
 from slotline.registry.descriptor import DeviceInfo
@@ -106,6 +110,37 @@ class TorchDevice:
     def graph_capture(self) -> GraphCapture:
         """Refuse: a device with graphs brings its own captures."""
         raise NotImplementedError(f"device {self.name!r} declares no graphs")
+
+    def compiler(self) -> KernelCompiler | None:
+        """Return None: no launch waits for a compiler."""
+        return None
+
+    def time_point(self) -> TimePoint:
+        """Return the time of the call."""
+        return HostTime()
+
+
+def compiler_of(device: Device) -> KernelCompiler | None:
+    """Return a device's compiler of kernels, None if it has none."""
+    return device.compiler() if hasattr(device, "compiler") else None
+
+
+def clock_of(device: Device) -> Callable[[], TimePoint]:
+    """Return the function that tells a device's time, that of the host if it has none."""
+    return getattr(device, "time_point", HostTime)
+
+
+class HostTime:
+    """Time of the host when it was made. Implements `TimePoint`."""
+
+    passed = True
+
+    def __init__(self) -> None:
+        self._at = perf_counter()
+
+    def until(self, later: HostTime) -> float:
+        """Return the seconds between two calls."""
+        return later._at - self._at
 
 
 class Peak:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from slotline.core.device.cpu_sampling import draw_among
 from slotline.core.device.packed_parameters import PackedParameters
 from slotline.registry.contracts.device import Drawn, SampledRows
 
 
-def sample_torch(
-    logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *, keep_final: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sample rows of which at least one is not greedy, see `sampler.sample`."""
-    drawn = draw_torch(logits, batch, params, keep_final=keep_final)
-    return drawn.tokens, drawn.final
-
-
 def draw_torch(logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *, keep_final: bool = False) -> Drawn:
-    """Sample the same, and notice the rows that hold NaN."""
+    """Sample rows of which at least one is not greedy, see `DeviceOps.sample`."""
     columns = PackedParameters(params)
     scaled = scale(logits, columns)
     least = least_kept(scaled, batch, columns)
@@ -55,7 +47,7 @@ def _nan_among(logits: torch.Tensor, maybe_nan: torch.Tensor) -> torch.Tensor | 
 
 def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens [n], and which rows [n] bool may hold NaN."""
-    tokens, many = draw_among(scaled, least, PackedParameters(params))
+    tokens, many = _draw_among(scaled, least, PackedParameters(params))
     maybe_nan = least.squeeze(1).isnan()
     if many.any():
         rest = torch.from_numpy(np.flatnonzero(many))
@@ -66,15 +58,41 @@ def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tenso
     return tokens, maybe_nan
 
 
+def _draw_among(
+    logits: torch.Tensor, least: torch.Tensor, columns: PackedParameters
+) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    """Draw one token per row, [n] int64, among the logits of at least `least` [n, 1], if these are few.
+
+    The logits [n, vocab_size] float32 lie on the CPU. A cumulative sum in float64 over the whole vocabulary, nearly all
+    of it zeros, took most of a sampling step. A row's sums, and the choice to make them here, do not depend on other
+    rows.
+
+    Returns:
+        The tokens, and for which rows [n] bool there are too many to be drawn here.
+    """
+    values = logits.numpy()
+    kept = values >= least.numpy()
+    counts = np.count_nonzero(kept, axis=1)
+    many = (counts > values.shape[1] // 8) | (least.numpy()[:, 0] == -np.inf)  # without a limit NaN would go unseen
+    if many.any():
+        kept &= ~many[:, None]
+        counts[many] = 0
+    rows, tokens = np.divmod(np.flatnonzero(kept), values.shape[1])  # by row, then by token
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = (len(values), int(counts.max(initial=1)))
+    found, weights, ids = np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape, np.int64)
+    found[rows, places], ids[rows, places] = values[rows, tokens], tokens
+    with np.errstate(invalid="ignore"):  # a row without any finite logit gets some token
+        weights[rows, places] = np.exp(found[rows, places] - found.max(axis=1)[rows])
+    cumulative = weights.cumsum(axis=1)
+    passed = (cumulative <= columns.uniform.numpy()[:, None] * cumulative[:, -1:]).sum(axis=1)
+    drawn = ids[np.arange(len(ids)), np.minimum(passed, np.maximum(counts, 1) - 1)]
+    return torch.from_numpy(drawn), many
+
+
 def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
     """Divide by the temperature. Greedy rows stay as they are."""
     return logits / columns.temperature[:, None]
-
-
-def mask_unlikely(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor:
-    """Set logits that the floor, top-k and top-p exclude to minus infinity: [n, vocab_size] float32 in and out."""
-    least = least_kept(logits, batch, columns)
-    return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
 def least_kept(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor | None:
@@ -121,11 +139,6 @@ def _least_ordered(
     top_p = columns.top_p[:, None]  # [n, 1], and 1 drops nothing, as a sum may round to 1 before the last token
     drop |= (before >= top_p) & (top_p < 1) & (rank > 0)
     return ordered.masked_fill(drop, torch.inf).amin(dim=-1, keepdim=True)
-
-
-def draw(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
-    """Draw one token per row, [n] int64, by inverse transform of the softmax."""
-    return invert(logits.softmax(dim=-1).double(), columns.uniform)
 
 
 def invert(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

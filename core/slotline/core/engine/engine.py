@@ -44,9 +44,8 @@ from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.async_spec_decode import AsyncSpecDecode, Proposal
 from slotline.core.speculation.draft_runner import DraftRunner
-from slotline.kernels.triton_precompile import Kernel, log_to, waited_for
 from slotline.registry.attribution import BuiltPlugins, names_plugins
-from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts import CompiledKernel, KernelCompiler, PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
@@ -102,8 +101,8 @@ class Engine:
         extensions: methods of the step extensions.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
-        late_kernels: kernels that steps had to wait for while Triton compiled them or loaded them from its cache on
-            disk.
+        compiler: the device's compiler of kernels, if launches may wait for one.
+        late_kernels: kernels that steps had to wait for while they were compiled or loaded from a cache on disk.
         requests: the unfinished, by id.
         intake, joining, hand_out, endings: the handlers of a request, in the order of its life.
         recovery: restores the unfinished requests after an exception escaped.
@@ -133,9 +132,10 @@ class Engine:
     cascade: CommonPrefixes = field(factory=CommonPrefixes)
     extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
+    compiler: KernelCompiler | None = None
     check: bool = False
     startup: Mapping[str, float] = field(factory=dict)
-    late_kernels: list[Kernel] = field(factory=list, init=False)
+    late_kernels: list[CompiledKernel] = field(factory=list, init=False)
     requests: dict[str, Request] = field(factory=dict, init=False)
     intake: InputProcessor = field(init=False)
     joining: AdmissionHooks = field(init=False)
@@ -145,7 +145,7 @@ class Engine:
     lock: EngineLock = field(factory=EngineLock, init=False)
     _after_draft: tuple[Callable[[Int, int], None], ...] = field(init=False)
     _in_flight: PendingStep | None = field(default=None, init=False)
-    _log: list[Kernel] = field(factory=list, init=False)  # of this step
+    _log: list[CompiledKernel] = field(factory=list, init=False)  # of this step
     _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
     unsettled: bool = field(default=False, init=False)
     _hurt: bool = field(default=False, init=False)  # a call was interrupted
@@ -323,11 +323,11 @@ class Engine:
                 "a step inside another step's bookkeeping", fix="step from a function on logits, or later"
             )
         outermost, self.unsettled = not self.unsettled, True
-        outer_log = log_to(self._log)
+        outer_log = None if self.compiler is None else self.compiler.log_to(self._log)
         try:
             result = self._step_on_device() if ":" in self.device else self._step()
-            if self._log:
-                self._note_late()
+            if self._log and self.compiler is not None:
+                self._note_late(self.compiler)
             if self.check and outermost:
                 self._check()
             return result
@@ -340,7 +340,8 @@ class Engine:
                 ) from error
             raise
         finally:
-            log_to(outer_log)
+            if self.compiler is not None:
+                self.compiler.log_to(outer_log)
             self._closed = False
             if outermost and self._hurt:
                 self.settle()
@@ -361,11 +362,11 @@ class Engine:
     def _step_on_device(self) -> StepResult:
         return self._step()
 
-    def _note_late(self) -> None:
+    def _note_late(self, compiler: KernelCompiler) -> None:
         """Note the kernels that the step had to wait for."""
         late = self._log.copy()
         self._log.clear()
-        waited_for(late)
+        compiler.waited_for(late)
         self.late_kernels += late
 
     def _step(self) -> StepResult:

@@ -8,6 +8,8 @@ inputs that it holds in place, so that graphs find them at the same addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +19,12 @@ from attrs import evolve, frozen
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.batch.sampling_metadata import PACKED_WIDTH
+from slotline.core.batch.sampling_metadata import PACKED_WIDTH, STRIDE
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.device.scope import device_scope
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import BlockTables, DeviceTables
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.kernels.triton_support import has_triton
+from slotline.registry.contracts import DecodeBatch, Device
 
 Int = npt.NDArray[np.int64]
 
@@ -40,13 +41,13 @@ class _Last:
 class DecodeFastPath:
     """Builder of `ModelInputs` for a step that repeats the previous step.
 
-    The kernel reads changes of the tables directly from host memory, since they are small, and a separate copy would
+    The device reads changes of the tables directly from host memory, since they are small, and a separate copy would
     hold up the device for longer.
 
     Args:
         tables: of the device, which must be the only tables.
         last_tokens: without drafts.
-        device: torch device string.
+        device: its operations advance a batch.
         before: waits until the device has read the previous step's host memory, its plans too.
     """
 
@@ -56,18 +57,18 @@ class DecodeFastPath:
         kernel_block_sizes: Sequence[int],
         tables: DeviceTables,
         last_tokens: PlaceholderTokens,
-        device: str,
+        device: Device,
         before: Callable[[], None],
     ) -> None:
         self._groups, self._sizes = tuple(groups), tuple(kernel_block_sizes)
-        self._tables, self._last_tokens, self._device = tables, last_tokens, device
+        self._tables, self._last_tokens, self._device = tables, last_tokens, device.torch_device
+        self._advance_batch, self._scope = device.ops.advance_decode_batch, device.scope
         self._wait = before
         size = sum(len(group.versions) + group.table.size for group in groups)
-        self._sent = torch.zeros(size, dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        self._sent = device.host_empty(size, torch.int32).zero_()
         self._host = self._sent.numpy()
-        self._launches: list[Callable[[int, int], None]] = []  # of the steps since the last one that was kept
+        self._launches: list[Any] = []  # of the steps since the last one that was kept
         self._last: _Last | None = None
-        self._warm_up()
 
     def keep(
         self,
@@ -123,53 +124,61 @@ class DecodeFastPath:
             evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
             for batch, table in zip(inputs.batches, self._tables.views(longest), strict=True)
         )
-        if not self._launches:
-            sent = inputs.positions, inputs.batches[0].seq_lens, inputs.sampling_params
-            self._launches = [
-                self._launcher(index, count, *sent, batch.slot_mapping) for index, batch in enumerate(batches)
-            ]
-        for launch, changed in zip(self._launches, changes, strict=True):
-            launch(*changed)
+        with self._scope():
+            if not self._launches:
+                sent = inputs.positions, inputs.batches[0].seq_lens, inputs.sampling_params
+                self._launches = [
+                    self._launcher(index, self._tables.held(index)[0][:count], *sent, batch.slot_mapping)
+                    for index, batch in enumerate(batches)
+                ]
+            for launch, changed in zip(self._launches, changes, strict=True):
+                launch(*changed)
         return evolve(inputs, seq_lens_cpu=seq_lens, sampling=sampling, batches=batches)
 
     def _launcher(
         self,
         index: int,
-        count: int,
+        rows: torch.Tensor,
         positions: torch.Tensor,
         seq_lens: torch.Tensor,
         params: torch.Tensor | None,
         slots: torch.Tensor,
-    ) -> Callable[[int, int], None]:
-        """Return the kernel's launch for one cache group, called with the start of its changes and their columns."""
-        from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
-        from slotline.kernels.triton_launcher import as_pointer
+    ) -> Any:
+        """Return the device's launch for one cache group, called with the start of its changes and their columns."""
+        _, table, taken = self._tables.held(index)
+        batch = DecodeBatch(
+            positions=positions,
+            seq_lens=seq_lens,
+            counters=positions if params is None else params.view(torch.int64),
+            stride=STRIDE,
+            changes=self._sent,
+            rows=rows,
+            table=table,
+            taken=taken,
+            slots=slots,
+            block_size=self._sizes[index],
+            first=index == 0,
+            drawn=params is not None,
+        )
+        return self._advance_batch(batch)
 
-        counters = positions if params is None else params.view(torch.int64)
-        tensors = (positions, seq_lens, counters, self._sent, *self._tables.held(index), slots)
-        rest = (self._groups[index].table.shape[1], self._sizes[index], index == 0, params is not None, BLOCK)
-        addresses = tuple(map(as_pointer, tensors))
-        bound: Callable[..., None] | None = None
+    def warm_up(self) -> bool:
+        """Advance a made-up request, so that no step waits for a kernel. It reads the null row's table.
 
-        def launch(at: int, num_values: int) -> None:
-            nonlocal bound
-            with device_scope(self._device):
-                if bound is not None:
-                    bound(*addresses, at, num_values, *rest)
-                    return
-                advance_decode_batch((count,), *tensors, at, num_values, *rest, num_warps=1)
-                bound = advance_decode_batch.remembered((count,), *tensors, at, num_values, *rest, num_warps=1)
-
-        return launch
-
-    def _warm_up(self) -> None:
-        """Launch the kernel for a made-up request, so that no step waits for it. It reads the null row's table."""
+        Returns:
+            False if the device does not advance batches by itself.
+        """
         numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
+        rows = torch.zeros_like(numbers)  # of its own, as kernels may differ by a tensor's alignment
         params = torch.zeros(1, PACKED_WIDTH, dtype=torch.int32, device=self._device)
         lens = torch.zeros(1, dtype=torch.int32, device=self._device)
-        for index in range(len(self._groups)):
-            for given in (None, params):
-                self._launcher(index, 1, numbers, lens, given, numbers.clone())(0, 0)
+        for index, given in product(range(len(self._groups)), (None, params)):
+            with self._scope():
+                launch = self._launcher(index, rows, numbers, lens, given, numbers.clone())
+                if launch is None:
+                    return False
+                launch(0, 0)
+        return True
 
     def _changes(self, rows: Int) -> list[tuple[int, int]]:
         """Write the changed tables for the kernel. Return the start and the columns of each cache group's changes."""
@@ -197,18 +206,17 @@ def repeats_for(
     staging: TransferBuffer,
     tables: BlockTables,
     last_tokens: PlaceholderTokens | None,
-    devices: Sequence[str],
+    devices: Sequence[Device],
 ) -> DecodeFastPath | None:
     """Build the fast path of an engine over `devices`, by stage, or return None if each step is gathered anew.
 
     `staging` uploads the steps that do not repeat. Return None without async scheduling, with drafts (the host then
-    knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices, and if
-    a cache group has keys that do not come from a request's tokens.
+    knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices, if a cache
+    group has keys that do not come from a request's tokens, and if the device does not advance a batch by itself.
     """
     if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
         return None
     if any(group.fixed_len is not None for group in groups) or not isinstance(tables, DeviceTables):
         return None
-    if not has_triton():
-        return None
-    return DecodeFastPath(groups, kernel_block_sizes, tables, last_tokens, devices[0], staging.begin)
+    found = DecodeFastPath(groups, kernel_block_sizes, tables, last_tokens, devices[0], staging.begin)
+    return found if found.warm_up() else None

@@ -14,10 +14,9 @@ import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.device.out_of_memory import is_out_of_memory
-from slotline.core.device.torch_device import TorchDevice
-from slotline.kernels import triton_precompile as compiling
+from slotline.core.device.torch_device import TorchDevice, compiler_of
 from slotline.kernels.graph_capture_state import as_if_run
-from slotline.registry.contracts.device import Device, Graph
+from slotline.registry.contracts.device import Device, Graph, MissingKernels
 from slotline.registry.contracts.device import GraphCapture as DeviceCapture
 from slotline.registry.errors import CapacityError, ModelError, SlotlineError
 
@@ -140,7 +139,7 @@ class GraphCapture:
 @torch.inference_mode()
 def note_lacking(
     calls: Iterable[Callable[[Recorder], object]],
-    missing: compiling.MissingKernels,
+    missing: MissingKernels,
     what: str,
     *,
     replayed: bool,
@@ -150,12 +149,13 @@ def note_lacking(
 
     Args:
         calls: each is planned and its inputs are copied when it is taken from the iterable. Each is given its recorder.
-        missing: where kernels are noted, see `compiling.leaving_out`.
+        missing: where kernels are noted, see `KernelCompiler.leaving_out`.
         what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
         device: has graphs.
         replayed: whether they will be captured to be replayed, or run by themselves, see `replays.is_replayed`.
     """
     device = device or TorchDevice("cpu", "cpu")
+    compiler = compiler_of(device)
     with (
         GraphCapture("report this", device) as capturing,
         nullcontext() if replayed else as_if_run(),
@@ -166,7 +166,7 @@ def note_lacking(
         try:
             for call in calls:
                 dropped.append(Recorder(capturing.pool, [], replayed=False))
-                with compiling.leaving_out(missing):
+                with nullcontext() if compiler is None else compiler.leaving_out(missing):
                     _record(dropped[-1], call)
         except Exception as error:  # a backend may raise anything at a step that it may never see
             logger.info("the kernels of %s are not all compiled ahead: %s", what, error)

@@ -28,8 +28,7 @@ from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher,
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture, Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.kernels import triton_precompile as compiling
-from slotline.registry.contracts import Device, Model
+from slotline.registry.contracts import Device, MissingKernels, Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
 
@@ -113,8 +112,8 @@ class GraphRunner:
                 count += graphs
         self.report = capturing.report(len(self._captured), count)
 
-    def note_lacking(self, missing: compiling.MissingKernels) -> None:
-        """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`."""
+    def note_lacking(self, missing: MissingKernels) -> None:
+        """Note the kernels that captures will launch and that are not loaded, see `note_lacking`."""
         note_lacking(
             map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True, device=self.device
         )

@@ -24,6 +24,7 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.core.model_runner.graph_runner import GraphRunner
@@ -34,7 +35,7 @@ from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.sampler import sample_checked
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.core.speculation.verification import reject, standing
-from slotline.registry.contracts import Model, TokenSampler
+from slotline.registry.contracts import DeviceOps, Model, TokenSampler
 
 Int = npt.NDArray[np.int64]
 NONE_SPOILED: frozenset[int] = frozenset()
@@ -69,6 +70,7 @@ class ModelRunner:
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
             nothing drafts.
         extensions: methods of the step extensions.
+        ops: operations of the device where tokens are sampled; torch's by default.
         nan_cause: says who may have made the NaN of a request's logits.
     """
 
@@ -89,6 +91,7 @@ class ModelRunner:
         count_nans: bool = False,
         plain_draws: TokenSampler | None = None,
         extensions: Extensions = NO_EXTENSIONS,
+        ops: DeviceOps | None = None,
     ) -> None:
         self.model = model
         self.router = router
@@ -102,6 +105,7 @@ class ModelRunner:
         self.pooling = pooling
         self.plain_draws = plain_draws
         self.extensions = extensions
+        self.ops: DeviceOps = ops or TorchOps()
         self._compute: ForwardPass = self._compute_whole
         for wrap in reversed(extensions.wrap_forward):  # the first sees a step first
             self._compute = wrap(self, self._compute)
@@ -179,7 +183,7 @@ class ModelRunner:
             processed = self._processed_further(processed, inputs)
         with scope("sample"):
             drawn = sample_checked(
-                processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
+                processed.logits, batch, inputs.sampling_params, self.ops, keep_final=self._keeps_final(inputs)
             )
             tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
             for revise in self.extensions.revise_tokens:
@@ -188,7 +192,7 @@ class ModelRunner:
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
             plain_greedy = inputs.sampling_params is None and inputs.rejections is None
-            sampled = processed.mark(tokens, all_greedy=plain_greedy)
+            sampled = processed.mark(tokens, self.ops, all_greedy=plain_greedy)
             if drawn.holds_nan is not None:
                 sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
             arriving = self.staging.download(sampled)

@@ -21,9 +21,9 @@ from attrs import define, field, frozen
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.sampling.nan_logits import NAN_LOGITS
-from slotline.kernels.triton_support import has_triton
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import (
+    DeviceOps,
     LogitsBatch,
     LogitsProcessor,
     LogitsProcessorCapabilities,
@@ -77,45 +77,30 @@ class Processed:
     touched: npt.NDArray[np.bool_] | None = None
     errors: dict[int, str] = field(factory=dict)
 
-    def mark(self, tokens: torch.Tensor, *, all_greedy: bool = False) -> torch.Tensor:
+    def mark(self, tokens: torch.Tensor, ops: DeviceOps, *, all_greedy: bool = False) -> torch.Tensor:
         """Return the tokens [n] sampled from the logits, with a negative mark where none can be sampled.
 
-        Nothing is waited for. `all_greedy` says that each token is the place of its row's largest logit, or of NaN, so
-        that no search is needed.
+        Nothing is waited for.
 
+        Args:
+            ops: operations of the device.
+            all_greedy: each token is the place of its row's largest logit, or of NaN, so that no search is needed.
         """
         if self.touched is None:
             return tokens
         touched = None if self.touched.all() else torch.from_numpy(self.touched).to(tokens.device, non_blocking=True)
-        if tokens.device.type == "cuda" and has_triton():
-            from slotline.core.sampling.triton_logits_ops import mark_unusable
-
-            marked = mark_unusable(
-                self.logits,
-                self.raw,
-                touched,
-                tokens,
-                not_finite=NOT_FINITE,
-                none_left=NONE_LEFT,
-                all_greedy=all_greedy,
-            )
-        else:
-            marked = self.mark_in_torch(tokens, touched, all_greedy=all_greedy)
+        marked = ops.mark_unusable(
+            self.logits,
+            self.raw,
+            touched,
+            tokens,
+            not_finite=NOT_FINITE,
+            none_left=NONE_LEFT,
+            all_greedy=all_greedy,
+        )
         if self.errors:
             marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
         return marked
-
-    def mark_in_torch(self, tokens: torch.Tensor, touched: torch.Tensor | None, *, all_greedy: bool) -> torch.Tensor:
-        """Mark the tokens of `touched` rows [n] bool (None for all) by the state of their logits."""
-        if self.logits.device.type == "cpu" and bool(self.logits.amax(dim=-1).isfinite().all()):
-            return tokens.clone()  # the usual case: finding the largest logit takes ten times as long
-        if all_greedy:
-            best, place = self.logits.gather(1, tokens[:, None]).squeeze(1), tokens
-        else:
-            best, place = self.logits.max(dim=-1)  # of NaN, if there is one
-        made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
-        marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
-        return marked if touched is None else torch.where(touched, marked, tokens)
 
 
 @frozen(eq=False)

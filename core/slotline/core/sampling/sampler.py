@@ -5,9 +5,9 @@ then one draw per row. The draw is the inverse of the cumulative distribution, i
 on nothing but the request's seed and the token's position. So a request's text does not change with the batch around
 it, with chunked prefill or with preemption. A discarded sample needs no rewinding of a generator.
 
-On a CUDA device with Triton two kernels do all of it, and elsewhere torch does. Both keep the same tokens and draw from
-the same distribution with the same number, and differ only where the rounding of a sum moves a boundary past that
-number. Nothing here waits for the device. A step's parameters are sent in one array, see `SamplingMetadata.packed`.
+The device's operations do all of it. Those of all devices keep the same tokens and draw from the same distribution with
+the same number, and differ only where the rounding of a sum moves a boundary past that number. Nothing here waits for
+the device. A step's parameters are sent in one array, see `SamplingMetadata.packed`.
 """
 
 from __future__ import annotations
@@ -15,52 +15,42 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata, uniforms
+from slotline.core.batch.sampling_metadata import SamplingMetadata, uniforms
 from slotline.core.device.out_of_memory import is_out_of_memory
-from slotline.core.device.torch_sampling import draw_torch, invert
-from slotline.core.sampling.nan_logits import argmax_checked
-from slotline.kernels.triton_support import has_triton
-from slotline.registry.contracts.device import Drawn
+from slotline.core.device.torch_sampling import invert
+from slotline.registry.contracts.device import DeviceOps, Drawn
 from slotline.registry.errors import CapacityError
 
-__all__ = ["Drawn", "SamplingMetadata", "invert", "sample", "sample_checked", "uniforms", "warm_up"]
+__all__ = ["Drawn", "SamplingMetadata", "invert", "sample_checked", "uniforms", "warm_up"]
 
 
-def sample(
-    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor | None, *, keep_final: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Sample every row, without waiting for the device.
+def sample_checked(
+    logits: torch.Tensor,
+    batch: SamplingMetadata,
+    params: torch.Tensor | None,
+    ops: DeviceOps,
+    *,
+    keep_final: bool = False,
+) -> Drawn:
+    """Sample every row and notice the rows that hold NaN, without waiting for the device.
 
     Args:
         logits: [n, vocab_size] float32, after the logits processors. They are not changed.
         params: `batch.packed()` on the device, or None if all rows are greedy.
+        ops: operations of the device.
         keep_final: whether the logits that are drawn from are wanted.
 
     Returns:
         Token ids [n] int64 on the device, and the logits that they were drawn from (scaled and masked, greedy rows as
             given), or None if not wanted. A row with NaN or without any finite logit gets some token of the vocabulary.
     """
-    drawn = sample_checked(logits, batch, params, keep_final=keep_final)
-    return drawn.tokens, drawn.final
-
-
-def sample_checked(
-    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor | None, *, keep_final: bool = False
-) -> Drawn:
-    """Sample as `sample` does, and notice the rows that hold NaN."""
     if params is None:
-        tokens, holds_nan = argmax_checked(logits)
+        tokens, holds_nan = ops.argmax_checked(logits)
         return Drawn(tokens, logits if keep_final else None, holds_nan)
-    if logits.device.type == "cuda" and has_triton():
-        from slotline.core.sampling.triton_sampling import sample_into
-
-        scratch = sample_into(logits, params)
-        final = _final(logits, params, scratch.least) if keep_final else None
-        return Drawn(scratch.tokens, final, scratch.holds_nan)
-    return draw_torch(logits, batch, params, keep_final=keep_final)
+    return ops.sample(logits, batch, params, keep_final=keep_final)
 
 
-def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
+def warm_up(num_rows: int, vocab_size: int, device: str, ops: DeviceOps) -> None:
     """Run the sampler once at full size on random logits, so that its memory is part of the profile.
 
     Raises:
@@ -69,7 +59,7 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
     batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
     try:
-        sample(torch.randn(num_rows, vocab_size, device=device), batch, params, keep_final=True)
+        sample_checked(torch.randn(num_rows, vocab_size, device=device), batch, params, ops, keep_final=True)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -90,8 +80,3 @@ def made_up_batch(num_rows: int, vocab_size: int) -> SamplingMetadata:
         log_floor=np.full(num_rows, -4.6, np.float32),
         seed=np.arange(num_rows, dtype=np.uint64),
     )
-
-
-def _final(logits: torch.Tensor, params: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    scaled = logits / PackedParameters(params).temperature[:, None]
-    return scaled.masked_fill_(scaled < least[:, None], -torch.inf)

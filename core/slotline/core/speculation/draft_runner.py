@@ -22,6 +22,7 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.device.torch_device import HostTime
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.speculation.draft_attention import DraftAttention, StagedAttention
 from slotline.core.speculation.draft_graphs import DraftGraphs
@@ -38,6 +39,7 @@ from slotline.registry.contracts import (
     DrafterCapabilities,
     LayerReader,
     Observer,
+    TimePoint,
 )
 
 Int = npt.NDArray[np.int64]
@@ -79,6 +81,7 @@ class DraftRunner:
         uniform: bool = False,
         check: bool = False,
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        time_point: Callable[[], TimePoint] = HostTime,
     ) -> None:
         self.drafter = drafter
         self.name = name
@@ -106,7 +109,7 @@ class DraftRunner:
         self._observed: tuple[torch.Tensor, ...] = ()  # of the last step's tokens
         self.served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
-        self._times = StepTimes(device)
+        self._times = StepTimes(time_point)
 
     def admit(self, request: Request) -> None:
         """Admit a request that took its row. If the drafter refuses it, it runs without drafts."""

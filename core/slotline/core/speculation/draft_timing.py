@@ -7,43 +7,13 @@ so the time between two calls on the host is the work of another step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from time import perf_counter
+from collections.abc import Callable, Iterator
 
-import torch
 from attrs import define
 
 from slotline.core.batch.request_table import Int
-
-
-@define(eq=False)
-class Mark:
-    """A point in time: the call on a CPU, the end of all work launched so far on a GPU."""
-
-    at: float | torch.cuda.Event
-
-    @classmethod
-    def now(cls, *, on_gpu: bool) -> Mark:
-        """Return the time of this call."""
-        if not on_gpu:
-            return cls(perf_counter())
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return cls(event)
-
-    @property
-    def passed(self) -> bool:
-        """Return True if the time has passed."""
-        return isinstance(self.at, float) or self.at.query()
-
-    def until(self, later: Mark) -> float:
-        """Return the seconds between two times that have passed."""
-        if isinstance(self.at, float):
-            assert isinstance(later.at, float)
-            return later.at - self.at
-        assert isinstance(later.at, torch.cuda.Event)
-        milliseconds: float = self.at.elapsed_time(later.at)
-        return milliseconds / 1e3
+from slotline.core.device.torch_device import HostTime
+from slotline.registry.contracts.device import TimePoint
 
 
 @define(eq=False)
@@ -60,9 +30,9 @@ class TimedStep:
     num_tokens: int
     drafted: bool
     decodes: bool
-    _start: Mark
-    _computed: Mark | None = None
-    _proposed: Mark | None = None
+    _start: TimePoint
+    _computed: TimePoint | None = None
+    _proposed: TimePoint | None = None
     lengths: Int | None = None
 
     @property
@@ -85,10 +55,14 @@ class TimedStep:
 
 
 class StepTimes:
-    """Timer of consecutive steps. On the host, a step begins after the proposal of the previous step."""
+    """Timer of consecutive steps. On the host, a step begins after the proposal of the previous step.
 
-    def __init__(self, device: str) -> None:
-        self._on_gpu = device.startswith("cuda")
+    Args:
+        now: tells the time of the device, see `Device.time_point`.
+    """
+
+    def __init__(self, now: Callable[[], TimePoint] = HostTime) -> None:
+        self._now = now
         self._steps: deque[TimedStep] = deque()
 
     def begin(self, num_tokens: int, *, drafted: bool, decodes: bool) -> None:
@@ -109,6 +83,3 @@ class StepTimes:
         """Yield the finished steps that were not taken yet. The last step begun is not finished."""
         while len(self._steps) > 1 and self._steps[0].passed:
             yield self._steps.popleft()
-
-    def _now(self) -> Mark:
-        return Mark.now(on_gpu=self._on_gpu)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slotline.core.sampling.argmax import argmax
+from slotline.core.device import TorchOps
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,
@@ -28,6 +28,7 @@ class ModelDrafter:
         if context.load_model is None:
             raise ContractError("a draft model is loaded by an engine, and there is none", fix="use it in an engine")
         self._num_tokens = context.num_tokens
+        self._argmax = (context.ops or TorchOps()).argmax
         self._model = context.load_model(_folder(context.path))
 
     @classmethod
@@ -80,10 +81,10 @@ class ModelDrafter:
         pairs = torch.stack([batch.previous_token_ids, batch.last_token_ids], 1).flatten()
         places = torch.stack([batch.positions - 1, batch.positions], 1).flatten()
         hidden = self._model.forward(pairs, places, batch.attend(0))[1::2]
-        found = [argmax(self._model.compute_logits(hidden))]
+        found = [self._argmax(self._model.compute_logits(hidden))]
         for offset in range(1, self._num_tokens):
             hidden = self._model.forward(found[-1], batch.positions + offset, batch.attend(offset))
-            found.append(argmax(self._model.compute_logits(hidden)))
+            found.append(self._argmax(self._model.compute_logits(hidden)))
         return Draft(token_ids=torch.stack(found, 1))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.sampling.argmax import argmax
+from slotline.core.device import TorchOps
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
@@ -43,6 +43,7 @@ class EagleDrafter:
 
     def __init__(self, context: DrafterContext) -> None:
         self._num_tokens, self._layers = context.num_tokens, context.layers
+        self._argmax = (context.ops or TorchOps()).argmax
         self._facts, self._embed, self._logits = _shared(context)
         self._device, self._dtype = context.device, getattr(torch, context.dtype)
         self._head: Any = self._build(context)
@@ -131,7 +132,7 @@ class EagleDrafter:
         return computed.hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return argmax(self._logits(out))
+        return self._argmax(self._logits(out))
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -162,7 +163,7 @@ class Eagle3Drafter(EagleDrafter):
         return computed.layer_hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return self._kept[argmax(self._head.lm_head(out))]
+        return self._kept[self._argmax(self._head.lm_head(out))]
 
 
 def _folder(path: str | None) -> Path:

@@ -9,7 +9,7 @@ device begins with both and replaces what pays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -205,6 +205,84 @@ class CopyStream(Protocol):
 
     def wait(self, event: Any, *, copies: bool) -> None:
         """Let the copies that follow, or else the computations, wait for an event."""
+        ...
+
+
+class TimePoint(Protocol):
+    """Point in time of a device's work. Nothing waits for it."""
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the time has passed."""
+        ...
+
+    def until(self, later: Any) -> float:
+        """Return the seconds until a later point of the same device. Both have passed."""
+        ...
+
+
+class CompiledKernel(NamedTuple):
+    """Kernel that a launch waited for, since this process had not loaded it.
+
+    Attributes:
+        name: name of its function.
+        seconds: time to compile it, or to load it from a cache on disk.
+        on_disk: True if it was in a cache on disk.
+    """
+
+    name: str
+    seconds: float
+    on_disk: bool
+
+
+MissingKernels = dict[Any, Any]
+"""Kernels that launches lacked, in the words of the compiler that noted them."""
+
+
+class KernelCompiler(Protocol):
+    """Compiler of a device whose launches wait for kernels that this process has not loaded.
+
+    The core records first steps without running them, to have their kernels compiled side by side, and tells when a
+    step had to wait. All methods act for the thread that calls them.
+    """
+
+    def listen(self) -> None:
+        """Notice from now on what is compiled. The core calls it again when other libraries may have been loaded."""
+        ...
+
+    def log_to(self, log: list[CompiledKernel] | None) -> list[CompiledKernel] | None:
+        """Append this thread's kernels to a list from now on, None for no list, and return the previous list.
+
+        It is called twice in each step.
+        """
+        ...
+
+    def waited_for(self, kernels: Sequence[CompiledKernel]) -> None:
+        """Log that a step waited for kernels."""
+        ...
+
+    def steps(
+        self, max_tokens: int, max_requests: int, max_model_len: int
+    ) -> Iterable[tuple[Sequence[int], int | None]]:
+        """Return steps whose attention launches every kernel that a step may launch.
+
+        Args:
+            max_tokens: most tokens of a step.
+            max_requests: most requests of a step.
+            max_model_len: most tokens of a request with its past.
+
+        Returns:
+            For each step the query tokens of its requests, and the tokens that each of them has with its past. None
+                stands for requests without a past.
+        """
+        ...
+
+    def leaving_out(self, missing: MissingKernels) -> AbstractContextManager[None]:
+        """Return a context in which this thread's launches that lack a kernel do nothing and are noted in `missing`."""
+        ...
+
+    def compile_all(self, missing: MissingKernels) -> None:
+        """Compile what was noted. A kernel that fails is left to its launch."""
         ...
 
 
@@ -603,4 +681,15 @@ class Device(Protocol):
 
     def graph_capture(self) -> GraphCapture:
         """Return a new session for captures. It is called only if the device declares graphs."""
+        ...
+
+    def compiler(self) -> KernelCompiler | None:
+        """Return the compiler that launches wait for, None if they wait for none. A device may lack this method."""
+        ...
+
+    def time_point(self) -> TimePoint:
+        """Return the time at which all that was launched so far is over.
+
+        For a device without this method it is the time of the call.
+        """
         ...

@@ -14,6 +14,7 @@ from attrs import define, frozen
 
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.device import DeviceOps
 from slotline.registry.contracts.model_family import Model, ModelFacts
 from slotline.registry.declared import declared
 
@@ -108,6 +109,7 @@ class DrafterContext:
             model family provides none.
         layers: the attention layers that `KVDrafterFactory.attention_layers` returned, as `attend` takes them.
         load_model: loads the checkpoint of a whole model whose attention layers `attention_layers` returned.
+        ops: operations of the device, such as `argmax`.
     """
 
     contract: int
@@ -124,6 +126,7 @@ class DrafterContext:
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     layers: tuple[AttentionLayer, ...] = ()
     load_model: Callable[[Path], Model] | None = None
+    ops: DeviceOps | None = None
     options: Any = None
 
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from slotline.core.sampling import triton_kernels
-from slotline.core.sampling.triton_logits_ops import Kept, keeping
+from slotline.backends.cuda import triton_kernels
+from slotline.backends.cuda.triton_logits_ops import Kept, keeping
 from slotline.kernels.triton_launcher import Launch, Launcher, cdiv, next_power_of_2
 
 GROUP = 32

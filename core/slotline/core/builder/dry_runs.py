@@ -1,65 +1,33 @@
-"""Dry-run captures that collect the Triton kernels to compile in parallel at start-up.
+"""Dry-run captures that collect the kernels to compile in parallel at start-up.
 
 One part is the attention of eager steps: a backend's launches depend on the number of requests, their tokens and their
-pasts. The other part is whole forward passes with the draws after them.
+pasts. Another part is whole forward passes with the draws after them. The last are operations that few steps need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import product
 
 import torch
 
 from slotline.core.batch.attend import Attend
-from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.sampling.sampler import made_up_batch, sample
-from slotline.kernels import triton_precompile as compiling
-from slotline.registry.contracts import AttentionLayer, Device
-
-DECODES = 4
-"""Requests with a single token in a batch with a prompt."""
-
-
-def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tuple[list[int], int | None]]:
-    """Yield the query tokens of each request, and the tokens that each has with its past, or None for no past.
-
-    The steps are prompts of every power of two alone, after a past and together with single tokens. Then numbers of
-    requests with few tokens, as in a verifying step, and with many, and a token after every past. Backends choose
-    blocks of queries and splits of keys by these.
-    """
-    most = min(max_tokens, max_model_len - 1)
-    for past in powers_of_two(max_model_len):
-        yield [1], past
-    for size in powers_of_two(most):
-        yield [size], None
-        yield [size], max_model_len
-        if max_requests > DECODES and size + DECODES <= max_tokens:
-            yield [*[1] * DECODES, size], max_model_len
-    for count in powers_of_two(min(max_requests, max_tokens)):
-        lens = even_split(min(max_tokens, count * most), count)
-        yield lens, None
-        yield lens, max_model_len
-        for size in (1, 2, 4, 8, 16):
-            if count * size <= max_tokens:
-                yield [size] * count, max_model_len
-
-
-def powers_of_two(most: int) -> list[int]:
-    """Return the powers of two up to `most`, and `most`."""
-    return sorted({*(1 << power for power in range(most.bit_length())), most})
+from slotline.core.sampling.sampler import made_up_batch, sample_checked
+from slotline.registry.contracts import AttentionLayer, Device, DeviceOps, MissingKernels
 
 
 def record_launches(
     router: AttentionDispatcher,
     gatherer: InputPreparer,
     dtype: torch.dtype,
-    max_tokens: int,
-    missing: compiling.MissingKernels,
+    steps: Iterable[tuple[Sequence[int], int | None]],
+    missing: MissingKernels,
     device: Device | None = None,
 ) -> None:
     """Note the kernels that attention lacks for steps of many sizes.
@@ -68,15 +36,14 @@ def record_launches(
         router: its groups whose attention of any step can be captured are recorded. Nothing runs.
         gatherer: makes the steps up.
         dtype: of queries, keys and values.
-        max_tokens: most tokens of a step.
-        missing: where kernels are noted, see `compiling.leaving_out`.
+        steps: query tokens of each request, and the tokens that each has with its past, as `KernelCompiler.steps`.
+        missing: where kernels are noted.
         device: has graphs.
     """
     groups = [g for g in router.groups if g.any_captured and g.layers[0].attention_type == "decoder"]
-    rows = gatherer.rows
 
     def calls() -> Iterator[Callable[[Recorder], object]]:
-        for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
+        for lens, past in steps:
             attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
             gatherer.assembler.mark()
             yield from (partial(_attend, attend, group, sum(lens), dtype) for group in groups)
@@ -85,17 +52,27 @@ def record_launches(
         note_lacking(calls(), missing, "attention", replayed=False, device=device)
 
 
-def draws(num_rows: int, vocab_size: int, device: str) -> Callable[[Recorder], object]:
+def draws(num_rows: int, vocab_size: int, device: str, ops: DeviceOps) -> Callable[[Recorder], object]:
     """Return the draws from `num_rows` rows of logits, greedily and with all options of a draw, for `note_lacking`."""
     batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
 
     def draw(recorder: Recorder) -> None:
         logits = torch.empty(num_rows, vocab_size, device=device)
-        sample(logits, batch, params)
-        sample(logits, batch, None)
+        sample_checked(logits, batch, params, ops)
+        sample_checked(logits, batch, None, ops)
 
     return draw
+
+
+def rare_operations(vocab_size: int, device: str, ops: DeviceOps) -> None:
+    """Call, for one row, the operations that only steps with grammars or logits processors use."""
+    logits, tokens = torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.zeros(1, dtype=torch.int32, device=device)
+    words = torch.zeros(1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    ops.apply_bitmask(logits, words, places, in_place=True)
+    for touched, all_greedy in product((None, torch.ones(1, dtype=torch.bool, device=device)), (False, True)):
+        ops.mark_unusable(logits, logits, touched, tokens, not_finite=-2, none_left=-3, all_greedy=all_greedy)
 
 
 def forwards(

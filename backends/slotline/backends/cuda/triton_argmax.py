@@ -1,4 +1,4 @@
-"""`likeliest` in Triton: the best of each part of a row, and the best of those."""
+"""`argmax` in Triton: the best of each part of a row, and the best of those."""
 
 # mypy: ignore-errors
 
@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from slotline.core.sampling.triton_kernels import hand_over
-from slotline.core.sampling.triton_logits_ops import Kept, keeping
+from slotline.backends.cuda.triton_kernels import hand_over
+from slotline.backends.cuda.triton_logits_ops import Kept, keeping
 from slotline.kernels.triton_launcher import Launch, Launcher
 
 MANY_ROWS = 32
@@ -58,7 +58,7 @@ best_of_parts, best_part = Launcher(_best_of_parts), Launcher(_best_part)
 
 
 def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
-    """See `likeliest.likeliest`."""
+    """See `DeviceOps.argmax`."""
     found = torch.empty(len(logits) * 2 * PARTS, dtype=torch.float32, device=logits.device)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for launch in launches(logits, found, out):

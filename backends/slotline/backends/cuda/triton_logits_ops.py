@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from slotline.core.sampling.triton_kernels import ban_tokens, mark_rows
+from slotline.backends.cuda.triton_kernels import ban_tokens, mark_rows
 
 _BLOCK_WORDS = 64
 _BLOCK_LOGITS = 8192
 _MARK_WARPS = 16
-
-
-def rehearse(vocab_size: int, device: str) -> None:
-    """Launch, for one row, the kernels that only steps with grammars or logits processors use."""
-    logits, tokens = torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    places = torch.zeros(1, dtype=torch.int32, device=device)
-    ban_by_bitmask(logits, torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device), places)
-    for touched, all_greedy in product((None, torch.ones(1, dtype=torch.bool, device=device)), (False, True)):
-        mark_unusable(logits, logits, touched, tokens, not_finite=-2, none_left=-3, all_greedy=all_greedy)
 
 
 class Kept(NamedTuple):
