@@ -111,14 +111,15 @@ def subject_of(
     if not isinstance(found, Target):
         found = Target("", to_descriptor(found, "the plugin under test"), distribution, version)
     descriptor = found.descriptor
-    info = _device(device, getattr(descriptor.capabilities, "devices", None))
+    own = descriptor.kind is Kind.DEVICE
+    info = _own(descriptor, device) if own else _device(device, getattr(descriptor.capabilities, "devices", None))
     offer = probe(descriptor, info)
     if isinstance(offer, str):
         raise PluginError(
             f"{label_of(descriptor)} cannot run on {info.name or info.type}: {offer}",
             fix="run the suite on a machine that the plugin supports",
         )
-    return Subject(
+    subject = Subject(
         descriptor,
         info,
         offer,
@@ -131,6 +132,32 @@ def subject_of(
         dict(options or {}),
         seed,
     )
+    return evolve(subject, device=_described(subject)) if own else subject
+
+
+def _own(descriptor: Descriptor[Any], asked: DeviceInfo | str | None) -> DeviceInfo:
+    """Return the device that a device plugin is itself. It is tested on no other."""
+    from slotline.registry.errors import PluginError
+
+    kind = asked.type if isinstance(asked, DeviceInfo) else asked
+    if kind not in (None, descriptor.name):
+        raise PluginError(
+            f"{label_of(descriptor)} is the device that is tested, and cannot be tested on {kind!r}",
+            fix=f"leave the device out, or ask for {descriptor.name!r}",
+        )
+    offer = descriptor.capabilities
+    return DeviceInfo(type=descriptor.name, graphs=offer.graphs, compatible_with=offer.compatible_with)
+
+
+def _described(subject: Subject) -> DeviceInfo:
+    """Return the facts that the device under test gives of itself, those of its descriptor if it gives none."""
+    from slotline.registry.contracts.device import DeviceContext
+
+    try:
+        found = subject.build(DeviceContext(contract=subject.contract, name=subject.name)).info()
+    except Exception:  # a check says so
+        return subject.device
+    return found if isinstance(found, DeviceInfo) and found.type == subject.name else subject.device
 
 
 def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:

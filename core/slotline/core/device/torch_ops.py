@@ -176,9 +176,9 @@ class TorchOps:
 
 def unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return what bitmasks [num_rows, ceil(vocab_size / 32)] int32 ban, [num_rows, vocab_size] bool."""
-    eights = words.view(torch.uint8).view(len(words), -1, 1)
+    eights = words.contiguous().view(torch.uint8)[:, :, None]
     bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=words.device))
-    return ((eights & bit) == 0).view(len(words), -1)[:, :vocab_size]
+    return ((eights & bit) == 0).flatten(1)[:, :vocab_size]
 
 
 def _slots(
