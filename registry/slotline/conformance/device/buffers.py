@@ -26,7 +26,7 @@ def sent(under_test: DeviceUnderTest, buffer: TransferBuffer, arrays: Sequence[A
     for array in arrays:
         tensor = buffer.upload(array)
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        tensors.append(under_test.expect_tensor(tensor, array.shape, dtype, f"upload of {array.dtype} {array.shape}"))
+        tensors.append(under_test.expect_tensor(tensor, array.shape, dtype, "an upload"))
     buffer.flush()
     buffer.mark()
     return tensors
@@ -120,7 +120,7 @@ def buffer_full(run: Run) -> None:
     buffer = under_test.device.transfer_buffer()
     with under_test.at_work():
         sent(under_test, buffer, [])
-        for times in (1, 40, 3):
+        for times in (1, 9, 3):
             arrays = [random_array(under_test.rng, dtype, shape) for shape in SHAPES for dtype in DTYPES] * times
             buffer.reserve(reserved(arrays))
             expect_arrived(under_test, arrays, sent(under_test, buffer, arrays))

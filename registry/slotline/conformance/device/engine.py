@@ -9,7 +9,8 @@ from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.engine import CHUNKED, WHOLE, Tokens, selection, text
 from slotline.testing.subject import Subject
 
-SMALL: dict[str, Any] = {"cache.memory": "64MiB"}
+SMALL: dict[str, Any] = {"cache.memory": "64MiB", "scheduler.max_requests": 4}
+GRAPHS: dict[str, Any] = {"graphs.sizes": (1, 2, 4)}
 
 
 @check(
@@ -30,7 +31,7 @@ def engine_text(run: Run) -> None:
         wanted = _text(name, plugins, {**settings, "graphs.mode": "none"})
     else:
         raise NotApplicable("neither the CPU's plugins run on it, nor graphs")
-    found = _text(_named(subject), plugins, settings)
+    found = _text(_named(subject), plugins, settings | (GRAPHS if subject.capabilities.graphs.support else {}))
     if found != wanted:
         differ = [number for number, pair in enumerate(zip(wanted, found, strict=True)) if pair[0] != pair[1]]
         raise Failed(f"other tokens, for the prompts {differ}: {found[differ[0]]}, expected {wanted[differ[0]]}")

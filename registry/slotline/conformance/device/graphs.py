@@ -111,6 +111,7 @@ def graphs_several(run: Run) -> None:
     """Graphs of one session are replayed in any order and outlive it, beside one that was dropped."""
     under_test = DeviceUnderTest(run)
     inputs, results = under_test.put(np.zeros(40, np.int64)), dict[int, torch.Tensor]()
+    counts = under_test.put(np.zeros(3, np.int64))
     with under_test.at_work():
         with under_test.device.graph_capture() as session:
             graphs = []
@@ -118,15 +119,19 @@ def graphs_several(run: Run) -> None:
 
                 def step(number: int = number) -> None:
                     results[number] = inputs * (number + 1) + number
+                    counts[number].add_(1)
 
                 captured(session, lambda: inputs.neg(), replayed=False)
                 graphs.append(captured(session, step))
             session.finish()
+        counts.zero_()
         for value, number in ((5, 2), (6, 0), (7, 1), (8, 1), (9, 0), (10, 2)):
             inputs.fill_(value)
             graphs[number].replay()
             wanted = np.full(40, value * (number + 1) + number)
             same(wanted, under_test.host(results[number]), f"graph {number}, replayed after others")
+        graphs[1].replay()
+        same(np.array([2, 3, 2]), under_test.host(counts), "replays of each graph, by what it counts")
 
 
 @check(Kind.DEVICE, "device.graphs.cut", Level.GRAPHS, needs=NEEDS, cost=0.05, profile="graphs")

@@ -33,9 +33,10 @@ def names_resolve(run: Run) -> None:
         if found.name != f"{name}:{index}" and not (single and found.name == name):
             raise Failed(f"'{name}:{index}' is called {found.name!r}")
         torch.device(found.torch_device)
-    bare = devices.numbered(devices.named(name)).name
-    if bare not in {name, *(f"{name}:{index}" for index in range(count))}:
-        raise Failed(f"{name!r} by its number is {bare!r}, and there are {count} devices")
+    bare = devices.named(name).name
+    number = bare.partition(":")[2]
+    if bare != name and not (number.isdigit() and int(number) < count):
+        raise Failed(f"{name!r} is called {bare!r}, and there are {count} devices")
 
 
 @check(

@@ -24,7 +24,9 @@ def _values(operation: Operation) -> Callable[[Run], None]:
     def values(run: Run) -> None:
         run_operation(operation, run, run["rows"], run["vocab_size"])
 
-    values.__doc__ = f"`{operation.name}` gives the oracle's results in shape, dtype and value, and writes nothing else."
+    values.__doc__ = (
+        f"`{operation.name}` gives the oracle's results in shape, dtype and value, and writes nothing else."
+    )
     return values
 
 

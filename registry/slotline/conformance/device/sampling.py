@@ -37,9 +37,7 @@ def draw(
     laid: Laid = under_test.lay(rows.logits, layout)
     with under_test.at_work():
         metadata = rows.metadata()
-        found = under_test.ops.sample(
-            laid.tensor, metadata, under_test.put(metadata.packed()), keep_final=keep_final
-        )
+        found = under_test.ops.sample(laid.tensor, metadata, under_test.put(metadata.packed()), keep_final=keep_final)
     under_test.expect_tensor(found.tokens, (n,), torch.int64, "the tokens of sample")
     if keep_final:
         under_test.expect_tensor(found.final, (n, vocab_size), torch.float32, "the logits that were drawn from")
@@ -78,7 +76,7 @@ def sample_number(run: Run) -> None:
     cost=0.05,
 )
 def sample_limits(run: Run) -> None:
-    """Temperature, floor, top-k and top-p act in this order, each to its last token, and leave the rest to draw from."""
+    """Temperature, floor, top-k and top-p act in this order, each to its last token, and leave the rest as it is."""
     under_test = DeviceUnderTest(run)
     rows = Rows.random(under_test.rng, ROWS, VOCAB_SIZE)
     rows = evolve(rows, temperature=under_test.rng.uniform(0.5, 1.5, ROWS).astype(np.float32))

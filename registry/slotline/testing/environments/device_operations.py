@@ -61,9 +61,7 @@ def run_operation(operation: Operation, run: Run, rows: int, vocab_size: int, la
 
 def _run(operation: Operation, under_test: DeviceUnderTest, arguments: Arguments, layout: str, where: str) -> None:
     expected = operation.expected(**arguments)
-    laid = {
-        name: under_test.lay(value, layout) for name, value in arguments.items() if isinstance(value, np.ndarray)
-    }
+    laid = {name: under_test.lay(value, layout) for name, value in arguments.items() if isinstance(value, np.ndarray)}
     given = {name: laid[name].tensor if name in laid else value for name, value in arguments.items()}
     with under_test.at_work():
         results = dict(operation.call(under_test.ops, given))
@@ -229,7 +227,7 @@ def _subtracted(**arguments: Any) -> Mapping[str, Array]:
 
 
 def _verification(rng: np.random.Generator, rows: int, vocab_size: int, drafted: bool) -> Arguments:
-    """Return rows with up to `MAX_DRAFTS` drafts, some of them right, whose inputs are tokens or the row's placeholder."""
+    """Return rows with up to `MAX_DRAFTS` drafts, some right. Inputs are tokens or the row's own placeholder."""
     verified = rng.integers(0, MAX_DRAFTS + 1, rows) if drafted else np.zeros(rows, np.int64)
     first = np.cumsum(verified + 1) - (verified + 1)
     num_logits = int((verified + 1).sum())

@@ -38,10 +38,16 @@ def verdicts(kind: Kind | None = None, *, device: str = "cpu") -> Iterator[Verdi
     """Run every mutant of a kind, or of all, up to the level it states, and no further."""
     for mutant in all_mutants(kind):
         start = time.perf_counter()
-        records = check_plugin(mutant.descriptor, level=mutant.level, stop_at_first=True, device=device)
+        where = _device_for(mutant.kind, device)
+        records = check_plugin(mutant.descriptor, level=mutant.level, stop_at_first=True, device=where)
         bad = next((record for record in records if record.bad), None)
         seconds = time.perf_counter() - start
         yield Verdict(mutant, bad.id if bad else None, bad.level if bad else None, seconds)
+
+
+def _device_for(kind: Kind, device: str) -> str | None:
+    """Return the device to test on. A device is tested on itself."""
+    return None if kind is Kind.DEVICE else device
 
 
 def _row(cells: tuple[str, ...], *, markdown: bool) -> str:
@@ -78,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(_row(cells, markdown=given.markdown), flush=True)
     failed = []
     for right in all_correct(kind):
-        records = check_plugin(right.descriptor, device=given.device)
+        records = check_plugin(right.descriptor, device=_device_for(right.descriptor.kind, given.device))
         failed += [f"{right.descriptor.name}: {record.id}: {record.reason}" for record in records if record.bad]
     for line in failed:
         print(f"a correct implementation fails: {line}", file=sys.stderr)

@@ -164,9 +164,7 @@ descriptor = Descriptor(
 recorded = Descriptor(
     kind=Kind.DEVICE,
     name="host_recorded",
-    capabilities=DeviceCapabilities(
-        graphs=Flag(True, "recorded operations"), compatible_with=("cpu",), priority=-1
-    ),
+    capabilities=DeviceCapabilities(graphs=Flag(True, "recorded operations"), compatible_with=("cpu",), priority=-1),
     factory=Factory(OwnDevice),
     summary="operations of its own, and recorded graphs",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -9,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_recording: list[RecordedGraph] = []
+_thread = threading.local()
 
 
 def is_recording() -> bool:
-    """Return whether a graph is being recorded."""
-    return bool(_recording)
+    """Return whether this thread records a graph."""
+    return getattr(_thread, "recording", False)
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -26,13 +27,13 @@ class RecordedGraph(TorchDispatchMode):
 
     def begin(self) -> None:
         """Record from now on."""
-        _recording.append(self)
+        _thread.recording = True
         self.__enter__()
 
     def end(self) -> None:
         """Record no longer."""
         self.__exit__(None, None, None)
-        _recording.remove(self)
+        _thread.recording = False
 
     @torch.inference_mode()
     def replay(self) -> None:
