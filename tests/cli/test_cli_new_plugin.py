@@ -17,6 +17,7 @@ from repository import ROOT
 from slotline.cli import main
 from slotline.cli.new_plugin import KINDS
 from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import RequestError
 from slotline.registry.loading import import_dotted
 from slotline.testing.check import Level
 from slotline.testing.runner import check_plugin
@@ -152,6 +153,19 @@ def test_a_new_logits_processor_works_for_the_request_that_asks(checkpoint: str,
     assert tokens(checkpoint, **named) == plain
     penalised = tokens(checkpoint, **named, extra_args={"fresh_logits_processor": 10})
     assert sum(len(set(output)) for output in penalised) > sum(len(set(output)) for output in plain)
+
+
+def test_a_new_device_generates_what_the_cpu_generates(checkpoint: str, projects: Mapping[str, Path]) -> None:
+    assert tokens(checkpoint, device="fresh_device:0") == tokens(checkpoint)
+
+
+def test_a_new_extension_changes_no_text_and_refuses_what_it_cannot_take(
+    checkpoint: str, projects: Mapping[str, Path]
+) -> None:
+    named: dict[str, Any] = {"extensions": {"fresh_extension": {}}}
+    assert tokens(checkpoint, **named, extra_args={"fresh_extension": 2}) == tokens(checkpoint)
+    with pytest.raises(RequestError, match="fresh_extension=0 is not allowed"):
+        tokens(checkpoint, **named, extra_args={"fresh_extension": 0})
 
 
 @pytest.mark.parametrize(

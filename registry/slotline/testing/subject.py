@@ -113,6 +113,7 @@ def subject_of(
     descriptor = found.descriptor
     own = descriptor.kind is Kind.DEVICE
     info = _own(descriptor, device) if own else _device(device, getattr(descriptor.capabilities, "devices", None))
+    _refuse_carrier(descriptor)
     offer = probe(descriptor, info)
     if isinstance(offer, str):
         raise PluginError(
@@ -133,6 +134,18 @@ def subject_of(
         seed,
     )
     return evolve(subject, device=_described(subject)) if own else subject
+
+
+def _refuse_carrier(descriptor: Descriptor[Any]) -> None:
+    """Refuse an extension that carries a feature of the plan: its factory needs the parts of an engine."""
+    from slotline.registry.contracts.extension import CARRIED
+    from slotline.registry.errors import PluginError
+
+    if descriptor.kind is Kind.EXTENSION and descriptor.name in CARRIED:
+        raise PluginError(
+            f"{label_of(descriptor)} carries a feature of the plan, and cannot be built outside of an engine",
+            fix="test it in an engine whose plan has the feature",
+        )
 
 
 def _own(descriptor: Descriptor[Any], asked: DeviceInfo | str | None) -> DeviceInfo:
