@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_cases import pretend_installed
 from repository import TESTS
 
+from slotline.core import LLM
 from slotline.core.device import TorchDevice, TorchOps
 from slotline.core.device.torch_device import clock_of, compiler_of
 from slotline.registry import (
@@ -146,6 +148,28 @@ def test_two_packages_that_offer_one_device_are_named(tmp_path: Path) -> None:
         PluginRegistry.discover(
             load_config(environ={}), inline=[f"{tmp_path}/acme{number}.py:descriptor" for number in (1, 2)]
         )
+
+
+def test_two_installed_packages_that_offer_one_device_are_named_until_the_configuration_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme_twice.py").write_text(PACKAGE, encoding="utf-8")
+    for name in ("acme-one", "acme-two"):
+        pretend_installed(monkeypatch, tmp_path, name, {"slotline.device": {"acme": "acme_twice:descriptor"}})
+    monkeypatch.delitem(sys.modules, "acme_twice", raising=False)
+    with pytest.raises(PluginConflictError) as raised:
+        LLM(device="acme")
+    said = str(raised.value)
+    assert all(part in said for part in ("'device:acme'", "acme-one 0.1.0", "acme-two 0.1.0", "distribution")), said
+    chosen = load_config(values={"plugins.distribution": {"device:acme": "acme-two"}}, environ={})
+    registry = PluginRegistry.discover(chosen)
+    assert registry.source(registry.load(Kind.DEVICE, "acme")) == "acme-two 0.1.0"
+
+
+def test_an_engine_on_a_device_that_is_not_installed_names_the_slot_and_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"device = 'acme:0' is not known") as raised:
+        LLM(device="acme:0")
+    assert "a package brings another by the entry-point group 'slotline.device'" in str(raised.value)
 
 
 def test_graphs_are_asked_of_the_descriptor(inline: Callable[[str], PluginRegistry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,17 @@ def test_an_extension_that_another_excludes_is_refused_with_both_names(tiny: Tin
         NegotiationError, match=r"'no_lanes' of .* excludes 'lanes', .*extension 'lanes' of .* provides"
     ):
         LLM(tiny("llama"), **settings("lanes", "no_lanes"))
+
+
+def test_a_requirement_that_another_extension_refuses_names_all_three_and_the_remedy(tiny: Tiny) -> None:
+    with pytest.raises(NegotiationError) as raised:
+        LLM(tiny("llama"), **settings("wants_lanes", "lanes", "no_lanes"))
+    said = str(raised.value)
+    assert re.search(r"extensions cannot be used: 'no_lanes' of the inline plugin \S+ excludes 'lanes'", said)
+    assert re.search(r"extension 'lanes' of the inline plugin \S+ provides it", said)
+    assert "remove its table under [extensions]" in said
+    with pytest.raises(NegotiationError, match=r"'wants_lanes' of .* requires 'lanes', .*no extension of this plan"):
+        LLM(tiny("llama"), **settings("wants_lanes", "no_lanes"))
 
 
 def test_an_extension_for_another_device_is_refused(tiny: Tiny) -> None:

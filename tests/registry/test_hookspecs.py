@@ -16,7 +16,16 @@ from engine_driver import random_prompts
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
 from slotline.core.engine.engine import Engine
-from slotline.registry import Kind, PluginError, PluginLoadError, PluginRegistry, PluginsConfig, PluginState, hookspecs
+from slotline.registry import (
+    Kind,
+    PluginError,
+    PluginLoadError,
+    PluginRegistry,
+    PluginsConfig,
+    PluginState,
+    hookspecs,
+    load_config,
+)
 from slotline.registry.descriptor import HOST_CONTRACTS
 from slotline.registry.loading import capabilities_class
 
@@ -131,6 +140,7 @@ NO_DESCRIPTOR = PACKAGE.replace("return [Descriptor", "return [1, Descriptor")
 NO_LIST = PACKAGE.replace("    offer = ", "    return 7\n    offer = ")
 RAISING = PACKAGE.replace("    offer = ", "    1 / 0\n    offer = ")
 MISSPELT = PACKAGE.replace(DRAFTER, "slotline_drafters")
+WRONG_ARGUMENT = PACKAGE.replace("def slotline_drafter():", "def slotline_drafter(device):")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +151,7 @@ MISSPELT = PACKAGE.replace(DRAFTER, "slotline_drafters")
         (NO_LIST, ("slotline_drafter of 'hooks:acme' returned 7",)),
         (RAISING, ("slotline_drafter of 'hooks:acme' failed: ZeroDivisionError",)),
         (MISSPELT, ("slotline_drafters",)),
+        (WRONG_ARGUMENT, ("hooks:acme", "slotline_drafter", "{'device'}", "the hooks are")),
     ],
 )
 def test_a_package_that_offers_wrongly_is_a_row_that_says_why(
@@ -194,6 +205,32 @@ def test_an_order_that_is_none_is_an_error_naming_the_plugin(
     error = capsys.readouterr().err
     assert part in error
     assert "slotline_rank_candidates of 'hooks:acme'" in error
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "parts"),
+    [
+        ("(kind, group, candidates, device)", "(kind, groups)", ("slotline_rank_candidates", "{'groups'}")),
+        ("engines.append(engine)", "engine.no_such_thing", ("slotline_engine_built of 'hooks:acme' failed",)),
+        ("config.dtype}", "config.no_such_thing}", ("slotline_report_header of 'hooks:acme' failed",)),
+    ],
+)
+def test_a_hook_of_a_wrong_signature_or_that_raises_is_an_error_naming_plugin_and_remedy(
+    install: Install, tiny: Callable[..., Path], right: str, wrong: str, parts: tuple[str, ...]
+) -> None:
+    install(POLICY.replace('["flex"] if kind == "attention" else None', "None").replace(right, wrong))
+
+    def ask() -> None:
+        loaded = load_config(environ={})
+        PluginRegistry.discover(loaded).hooks.report_header(loaded.config)
+        LLM(str(tiny("llama")), dtype="float32", max_model_len=128)
+
+    with pytest.raises(PluginError) as raised:
+        ask()
+    text = f"{raised.value} {raised.value.fix}"
+    assert "hooks:acme" in text
+    assert all(part in text for part in parts), text
+    assert raised.value.fix
 
 
 @pytest.mark.parametrize(

@@ -137,5 +137,6 @@ also_chooses = _descriptor("also_chooses", Chooses)
 needs_drafts = _descriptor("needs_drafts", Kwargs, requires=("drafts", "lanes"))
 lanes = _descriptor("lanes", WrongInputs, provides=("lanes",))
 no_lanes = _descriptor("no_lanes", WrongInputs, excludes=("lanes",))
+wants_lanes = _descriptor("wants_lanes", WrongInputs, requires=("lanes",))
 on_tpu = _descriptor("on_tpu", WrongInputs, devices=Set(("tpu",)))
 descriptor = lanes

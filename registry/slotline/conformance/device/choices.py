@@ -6,7 +6,7 @@ import numpy as np
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.device import Array, DeviceUnderTest, same
+from slotline.testing.environments.device import Array, DeviceUnderTest, nan_rows, same
 from slotline.testing.oracles import device as oracle
 
 VOCABULARIES = (3, 257, 5000)
@@ -69,4 +69,4 @@ def _expect(run: Run, *, nan: bool) -> None:
         if nan:
             raise Failed("argmax_checked says that no row holds NaN, and some do")
         return
-    same(np.isnan(logits).any(axis=1), under_test.host(holds_nan), "the rows that hold NaN, of argmax_checked")
+    same(nan_rows(logits), under_test.host(holds_nan), "the rows that hold NaN, of argmax_checked")

@@ -12,12 +12,12 @@ from slotline.conformance.device.buffers import sent
 from slotline.registry.contracts.device import Graph, GraphCapture
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.device import DeviceUnderTest, same
+from slotline.testing.environments.device import Array, DeviceUnderTest, same
 
 NEEDS = {"graphs": True}
 
 
-def captured(session: GraphCapture, step: Callable[[], None], *, replayed: bool = True) -> Graph:
+def captured(session: GraphCapture, step: Callable[[], object], *, replayed: bool = True) -> Graph:
     """Return a graph of a step."""
     graph = session.graph(replayed=replayed)
     graph.begin()
@@ -177,7 +177,7 @@ def graphs_uploads(run: Run) -> None:
             graph = captured(session, step)
             session.finish()
         for number in range(3):
-            arrays = [np.arange(6, dtype=np.int32) + number, np.arange(3) * number]
+            arrays: list[Array] = [np.arange(6, dtype=np.int32) + number, np.arange(3) * number]
             sent(under_test, buffer, arrays)
             graph.replay()
             wanted = arrays[0].reshape(3, 2) * arrays[1][:, None]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from slotline.conformance.device.buffers import reserved, sent
+from slotline.registry.contracts.device import Download
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Level, Run, check
-from slotline.testing.environments.device import DTYPES, DeviceUnderTest, random_array, same
+from slotline.testing.environments.device import DTYPES, Array, DeviceUnderTest, random_array, same
 from slotline.testing.oracles import device as oracle
 
 STEPS = 60
@@ -19,7 +20,7 @@ def history_steps(run: Run) -> None:
     under_test = DeviceUnderTest(run)
     rng, buffer = under_test.rng, under_test.device.transfer_buffer()
     table = rng.integers(0, 999, (12, 9)).astype(np.int32)
-    room, under_way = 0, []
+    room, under_way = 0, list[tuple[Array, Download]]()
     with under_test.at_work():
         held = under_test.put(table)
         out = under_test.put(np.zeros_like(table))
@@ -27,7 +28,7 @@ def history_steps(run: Run) -> None:
             n = int(rng.integers(0, 9))
             rows, values = rng.permutation(12)[:n].astype(np.int64), random_array(rng, np.int32, (n, 9))
             shapes = [tuple(rng.integers(0, 9, rng.integers(1, 4)).tolist()) for _ in range(int(rng.integers(6)))]
-            others = [random_array(rng, rng.choice(DTYPES), shape) for shape in shapes]
+            others = [random_array(rng, DTYPES[int(rng.integers(len(DTYPES)))], shape) for shape in shapes]
             arrays = [rows, values, *others]
             if reserved(arrays) > room:
                 room = reserved(arrays) + int(rng.integers(0, 99))

@@ -60,7 +60,7 @@ def repeats_advance(run: Run) -> None:
         for name, value in batch.items()
         if isinstance(value, np.ndarray) and name != "changes"
     }
-    fields = {name: laid[name].tensor if name in laid else value for name, value in batch.items()}
+    fields: dict[str, Any] = {name: laid[name].tensor if name in laid else value for name, value in batch.items()}
     with under_test.at_work():
         advance = under_test.ops.advance_decode_batch(DecodeBatch(**{**fields, "changes": sent}))
         if advance is None:

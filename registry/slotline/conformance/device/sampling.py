@@ -9,7 +9,7 @@ from attrs import evolve
 from slotline.registry.contracts.device import Drawn
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.device import LAYOUTS, Array, DeviceUnderTest, Laid, same
+from slotline.testing.environments.device import LAYOUTS, Array, DeviceUnderTest, Laid, nan_rows, same
 from slotline.testing.environments.device_sampling import Rows, expect_final, expect_tokens
 
 ROWS, VOCAB_SIZE = 24, 400
@@ -43,7 +43,7 @@ def draw(
         under_test.expect_tensor(found.final, (n, vocab_size), torch.float32, "the logits that were drawn from")
     if found.holds_nan is not None:
         under_test.expect_tensor(found.holds_nan, (n,), torch.bool, "the rows that hold NaN")
-        same(np.isnan(rows.logits).any(axis=1), under_test.host(found.holds_nan), "the rows that hold NaN, of sample")
+        same(nan_rows(rows.logits), under_test.host(found.holds_nan), "the rows that hold NaN, of sample")
     elif np.isnan(rows.logits).any():
         raise Failed("sample says that no row holds NaN, and some do")
     same(rows.logits, under_test.host(laid.tensor), "the logits after sample")

@@ -161,6 +161,11 @@ def same_all(expected: Mapping[str, Array], found: Mapping[str, Array], what: st
         same(array, found[name], f"{what}: {name}")
 
 
+def nan_rows(logits: Array) -> Array:
+    """Return which rows [n] bool of logits [n, vocab_size] hold NaN."""
+    return np.asarray(np.isnan(logits).any(axis=1))
+
+
 def random_array(rng: np.random.Generator, dtype: Any, shape: tuple[int, ...]) -> Array:
     """Return random values of any dtype."""
     found: Array = rng.integers(0, 2 if dtype is np.bool_ else 100, shape).astype(dtype)

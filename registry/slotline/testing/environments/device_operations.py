@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from slotline.registry.contracts.device import DeviceOps, DraftPlaces
 from slotline.testing.check import Failed, Run
-from slotline.testing.environments.device import Array, DeviceUnderTest, Laid, same
+from slotline.testing.environments.device import Array, DeviceUnderTest, Laid, nan_rows, same
 from slotline.testing.oracles import device as oracle
 
 NOT_FINITE, NONE_LEFT, NOT_DRAWN = -2, -3, -5
@@ -111,7 +111,7 @@ def _argmax_checked(ops: DeviceOps, given: Tensors) -> Mapping[str, torch.Tensor
 
 
 def _checked(logits: Array) -> Mapping[str, Array]:
-    return {**oracle.argmax(logits), "holds_nan": np.isnan(logits).any(axis=1)}
+    return {**oracle.argmax(logits), "holds_nan": nan_rows(logits)}
 
 
 def _masked(rng: np.random.Generator, rows: int, vocab_size: int, in_place: bool) -> Arguments:
@@ -218,12 +218,12 @@ _STEP = ("rejected", "rows", "owners", "positions", "seq_lens", "accepted")
 
 
 def _subtract_rejected(ops: DeviceOps, given: Tensors) -> Mapping[str, torch.Tensor]:
-    ops.subtract_rejected(*(given[name] for name in _STEP), _groups(given))
+    ops.subtract_rejected(*[given[name] for name in _STEP] + [_groups(given)])
     return {}
 
 
 def _subtracted(**arguments: Any) -> Mapping[str, Array]:
-    return oracle.subtract_rejected(*(arguments[name] for name in _STEP), _groups(arguments))
+    return oracle.subtract_rejected(*[arguments[name] for name in _STEP] + [_groups(arguments)])
 
 
 def _verification(rng: np.random.Generator, rows: int, vocab_size: int, drafted: bool) -> Arguments:

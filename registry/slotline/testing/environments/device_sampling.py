@@ -91,7 +91,8 @@ class Rows:
     def final(self, row: int) -> Array:
         """Return the logits [vocab_size] float64 that a row is drawn from."""
         if self.temperature[row] == 0:
-            return self.logits[row].astype(np.float64)
+            greedy: Array = self.logits[row].astype(np.float64)
+            return greedy
         limits = float(self.floor[row]), int(self.top_k[row]), float(self.top_p[row])
         return oracle.kept(self.logits[row], float(self.temperature[row]), *limits)
 

@@ -124,7 +124,7 @@ class ExtendedEngine:
             "sampling": SamplingMetadata.gather(self.rows, rows),
         }
         needed = {item.name: None for item in fields(ModelInputs) if item.init and item.default is NOTHING}
-        return ModelInputs(**{**needed, **{name: value for name, value in known.items() if name in needed}})  # type: ignore[arg-type]
+        return ModelInputs(**{**needed, **{name: value for name, value in known.items() if name in needed}})
 
 
 def context_of(run: Run, rows: RequestTable | None = None) -> ExtensionContext:

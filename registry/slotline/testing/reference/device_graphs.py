@@ -22,15 +22,15 @@ class RecordedGraph(TorchDispatchMode):
     """Operations between `begin` and `end`. Recording runs them as well."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         _here.recording = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _here.recording = False
 
     @torch.inference_mode()

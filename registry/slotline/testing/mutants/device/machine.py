@@ -200,7 +200,7 @@ class CopiesAtTheEnd:
 
 class _Late(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, late: list[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.late = late
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

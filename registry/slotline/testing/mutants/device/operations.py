@@ -151,12 +151,12 @@ class FindsPadded(TorchOps):
 
 class KeepsAccepted(TorchOps):
     def subtract_rejected(self, *given: Any) -> None:
-        super().subtract_rejected(*given[:5], None, given[6])
+        super().subtract_rejected(*[*given[:5], None, given[6]])
 
 
 class FirstGroup(TorchOps):
     def subtract_rejected(self, *given: Any) -> None:
-        super().subtract_rejected(*given[:6], given[6][:1])
+        super().subtract_rejected(*[*given[:6], given[6][:1]])
 
 
 class CountsAllEqual(TorchOps):
