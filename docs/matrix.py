@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from slotline.testing.matrix import Table
 
 PAGE = Path(__file__).parent / "reference" / "support-matrix.md"
-KINDS = ("attention", "state", "kv_spec", "kv_connector", "drafter", "logits_processor", "lora", "structured_output")
+KINDS = (
+    "attention",
+    "state",
+    "kv_spec",
+    "kv_connector",
+    "drafter",
+    "logits_processor",
+    "lora",
+    "structured_output",
+    "device",
+)
 HEAD = """# What our plugins do
 
 Made by `python docs/matrix.py` from reports of `slotline conform KIND:NAME --report ...`, one for each column: nothing
