@@ -6,9 +6,15 @@ import re
 from types import CodeType
 
 import pytest
+import torch
+from attrs import evolve
 
 from slotline.core.device import TorchOps
 from slotline.registry.contracts import DeviceOps
+from slotline.testing.check import Run
+from slotline.testing.environments.device_operations import OPERATIONS, Operation, run_operation
+from slotline.testing.reference.device import Factory, HostDevice, descriptor
+from slotline.testing.subject import subject_of
 
 triton_ops = pytest.importorskip("slotline.backends.cuda.triton_ops", reason="the kernels are Triton's")
 
@@ -55,3 +61,22 @@ def test_a_step_calls_tritons_log_directly() -> None:
 
     assert TritonCompiler("cuda").log_to is triton_precompile.log_to
     assert TritonCompiler("cuda").leaving_out is triton_precompile.leaving_out
+
+
+class InterpretedDevice(HostDevice):
+    """The host's memory with the kernels, which Triton interprets there."""
+
+    @staticmethod
+    def make_ops() -> TorchOps:
+        ops: TorchOps = triton_ops.TritonOps("cpu")
+        return ops
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the kernels are interpreted; `slotline conform` runs them on a GPU"
+)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_operations_take_tensors_that_are_parts_of_others(operation: Operation) -> None:
+    """Where a kernel takes whole tensors only, torch's operation takes the others."""
+    subject = subject_of(evolve(descriptor, factory=Factory(InterpretedDevice)))
+    run_operation(operation, Run(subject, {}, 0), 5, 40, "spread")

@@ -58,7 +58,7 @@ class TritonOps(TorchOps):
         """Write minus infinities only."""
         own = in_place and logits.is_contiguous()
         result = logits if own else logits.clone(memory_format=torch.contiguous_format)
-        ban_by_bitmask(result, words, rows)
+        ban_by_bitmask(result, words.contiguous(), rows.contiguous())
         return result
 
     def mark_unusable(
@@ -73,6 +73,7 @@ class TritonOps(TorchOps):
         all_greedy: bool,
     ) -> torch.Tensor:
         """Look at each row in one program."""
+        touched = touched if touched is None else touched.contiguous()
         return mark_unusable(
             logits, raw, touched, tokens, not_finite=not_finite, none_left=none_left, all_greedy=all_greedy
         )
@@ -85,11 +86,15 @@ class TritonOps(TorchOps):
 
     def put_rows(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Copy in one launch without looking at indices."""
-        put_rows(table, rows, values)
+        if not _are_packed(table, rows, values):
+            return super().put_rows(table, rows, values)
+        return put_rows(table, rows, values)
 
     def gather_rows(self, table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Copy in one launch."""
-        take_rows(table, rows, out)
+        if not _are_packed(table, rows, out):
+            return super().gather_rows(table, rows, out)
+        return take_rows(table, rows, out)
 
     def advance_decode_batch(self, batch: DecodeBatch) -> Callable[[int, int], None] | None:
         """Launch one kernel, looked up once."""
@@ -129,7 +134,10 @@ class TritonOps(TorchOps):
         groups: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
     ) -> None:
         """Launch once for each cache group: the forward pass waits for it."""
-        take_off_triton(rejected, rows, owners, positions, seq_lens, accepted, groups)
+        given = (rejected, rows, owners, positions, seq_lens, accepted)
+        if not _are_packed(*given, *(slots for _, slots, _ in groups)) or not _have_rows(*(one[0] for one in groups)):
+            return super().subtract_rejected(*given, groups)
+        return take_off_triton(*given, groups)
 
     def verify_drafts(
         self,
@@ -145,6 +153,9 @@ class TritonOps(TorchOps):
         max_drafts: int,
     ) -> Verified:
         """Look at each row in one program; in torch they would be some forty launches."""
+        given = (sampled, drafts, expected, rows, places, input_ids, logits_indices, table, rejected)
+        if not _are_packed(*given):
+            return super().verify_drafts(*given, max_drafts)
         noted = _placeholders(table, rejected, max_drafts)
         found = find_stood_triton(sampled, drafts, expected, rows, input_ids, logits_indices, noted)
         return Verified(*found)
@@ -159,6 +170,8 @@ class TritonOps(TorchOps):
         vocab_size: int,
     ) -> torch.Tensor:
         """Write each row in one program."""
+        if not _are_packed(table):
+            return super().fill_drafts(found, newest, stand_ins, table, max_drafts, vocab_size)
         return keep_drafts_triton(found, newest, stand_ins, _placeholders(table, table, max_drafts), vocab_size)
 
     def draft_places(
@@ -172,13 +185,26 @@ class TritonOps(TorchOps):
         max_model_len: int,
     ) -> None:
         """Launch one program for each request, in place of some twenty launches."""
-        fill_places(cast("Any", found), slots, lead_slots, positions, table, block_size, max_model_len)
+        given = (slots, lead_slots, positions)
+        if not _are_packed(*found, *given) or not _have_rows(table):
+            return super().draft_places(found, *given, table, block_size, max_model_len)
+        return fill_places(cast("Any", found), *given, table, block_size, max_model_len)
 
 
 class _Placeholders(NamedTuple):
     tokens: torch.Tensor
     fallen: torch.Tensor
     max_drafts: int
+
+
+def _are_packed(*tensors: torch.Tensor | None) -> bool:
+    """Return True if all tensors are contiguous, as kernels take them. Torch's operations take the others."""
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
+def _have_rows(*tables: torch.Tensor) -> bool:
+    """Return True if the elements of a row lie side by side in every table. Its rows may be parts of wider ones."""
+    return all(table.stride(1) == 1 for table in tables)
 
 
 def _placeholders(table: torch.Tensor, rejected: torch.Tensor | None = None, max_drafts: int = 0) -> Any:
