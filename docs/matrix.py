@@ -15,6 +15,7 @@ import argparse
 import re
 import subprocess
 import sys
+import textwrap
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,7 +81,8 @@ def page(folder: Path, old: str) -> str:
     shown = {f"{table.kind}:{column.split(' ')[0]}" for table in merged for column in table.columns}
     missing = [f"`{name}`" for name in ours() if name not in shown]
     text = HEAD + re.sub(r"^### ", "## ", to_markdown(merged), flags=re.MULTILINE)
-    return text + (f"\nWithout a report here: {', '.join(missing)}.\n" if missing else "")
+    said = textwrap.fill(f"Without a report here: {', '.join(missing)}.", 120, break_on_hyphens=False)
+    return text + (f"\n{said}\n" if missing else "")
 
 
 def parsed(text: str) -> Table:

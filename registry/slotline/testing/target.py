@@ -19,6 +19,8 @@ from slotline.testing.check import CHECK_MODULES
 
 KINDS = tuple(CHECK_MODULES)
 """The kinds that have checks."""
+_SECOND = (Kind.DEVICE, Kind.EXTENSION)
+"""Kinds whose plugins need their kind in front where a plugin of another kind has the same name, as with `cpu`."""
 
 
 @frozen
@@ -98,6 +100,7 @@ def _installed(name: str, kinds: Sequence[Kind]) -> Target:
     _refuse_conflict(name, rows)
     registry = PluginRegistry.discover(tolerant=True)
     labels = [row for row in registry.records() if row.kind in kinds and row.name == name]
+    labels = [row for row in labels if row.kind not in _SECOND] or labels
     if not labels:
         _refuse_unknown(name, kinds, registry)
     if len({row.label for row in labels}) > 1:
