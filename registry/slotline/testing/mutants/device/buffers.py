@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from slotline.core.device.copy_buffer import Arrived, CopyBuffer
 
+from slotline.core.device.transfer_buffer import Arrived, CopyBuffer
 from slotline.registry.contracts.device import Download
 from slotline.testing.check import Level
 from slotline.testing.mutants import Mutant
