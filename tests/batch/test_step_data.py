@@ -13,10 +13,11 @@ from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import SamplingMetadata
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.engine.engine import PendingStep
 from slotline.core.engine.output_processor import StepResult
 from slotline.core.speculation.async_spec_decode import Proposal, VerifiedDrafts
+from slotline.plugins.pooling.head import PendingPooling
 
 STEP_DATA = [
     SchedulerOutput, InputBatchCPU, SamplingMetadata, ModelInputs, ForwardOutput, PendingSample, PendingPooling,

@@ -87,8 +87,8 @@ def assert_embeddings(llm: LLM, path: Path, prompts: list[list[int]], method: st
 
 
 def answer(request: Request) -> torch.Tensor:
-    assert request.pooled is not None
-    return torch.from_numpy(request.pooled)
+    assert request.answer is not None
+    return torch.from_numpy(request.answer)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_prompts_that_come_go_and_start_over_at_random_give_what_they_give_alone
     assert method != "last" or sum(request.metrics.num_cached_tokens for request in requests.values()) > 0
     for index, request in requests.items():
         if index in aborted:
-            assert (request.pooled, request.finish_reason) == (None, "abort")
+            assert (request.answer, request.finish_reason) == (None, "abort")
         else:
             assert_equal(answer(request), embedding_of(path, prompts[index], method, unit=index % 2 == 0))
 
@@ -412,7 +412,7 @@ def test_an_aborted_request_has_no_answer_and_the_others_get_theirs(tiny: Tiny, 
     first, second = (llm.engine.add(str(i), PROMPTS[i], params) for i in (1, 3))
     llm.engine.step()
     llm.engine.abort("1")
-    output = llm.engine.pooling_output(first)
+    output = llm.engine.extension("pooling").output(first)
     assert (output.outputs, output.finished, output.finish_reason) == (None, True, "abort")
     run_all(llm)
     assert_equal(answer(second), embedding_of(path, PROMPTS[3], "mean"))

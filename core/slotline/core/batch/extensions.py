@@ -77,6 +77,7 @@ class Extensions:
     captured_inputs: tuple[tuple[str, Callable[[ModelInputs], tuple[torch.Tensor, ...]]], ...] = ()
     computed_by: tuple[Callable[[], Sequence[str]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
+    output_head: tuple[Callable[[Any], Any], ...] = ()  # of `ModelRunner`, gives an `OutputHead`
     wrap_forward: tuple[Callable[[Any, Any], Any], ...] = ()  # of `ModelRunner` and its `ForwardPass`
     profile_memory: tuple[Callable[[], Any], ...] = ()
     launched: tuple[Callable[[SchedulerOutput], None], ...] = ()

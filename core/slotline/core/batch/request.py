@@ -11,7 +11,7 @@ from attrs import Factory, define, field
 
 from slotline.core.api.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.api.prompts import as_token_array
-from slotline.registry.contracts import BlockHash, PoolingParams
+from slotline.registry.contracts import BlockHash
 from slotline.registry.contracts.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from slotline.core.api.detokenizer import Detokenizer
+
+
+UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False)
+"""Sampling parameters of a request that samples nothing."""
 
 
 class Status(Enum):
@@ -32,14 +36,15 @@ class Status(Enum):
 
 @define(kw_only=True, eq=False)
 class Request:
-    """One sequence to generate, or one prompt to pool.
+    """One sequence to generate, or one prompt to answer otherwise.
 
     Attributes:
         request_id: unique among the unfinished.
         prompt_token_ids: at least one token. `token_array` [n] int64 holds the same.
         params: sampling parameters.
-        pooling_params: for a pooling request, which samples nothing: its parameters, as the model adjusted them.
-        pools_whole_prompt: whether its answer needs the hidden states of every position.
+        task_params: parameters of another task than generation, as its extension adjusted them. None to generate.
+        samples: whether it gets tokens. Otherwise it ends with an `answer`.
+        whole_prompt: whether every position of the prompt must be computed, so that no cached prefix is taken.
         prompt: text of the prompt, if it came as text.
         priority: lower runs first under the priority policy.
         cache_salt: requests share cached prefixes only with equal salts.
@@ -55,7 +60,7 @@ class Request:
             for none.
         inputs: further arguments of `Engine.add` by name, and what extensions keep with the request.
         block_hashes: chained hashes of its full blocks so far.
-        pooled: [size] float32, the answer of a finished pooling request.
+        answer: [size] float32, of a finished request that samples nothing.
     """
 
     request_id: str
@@ -64,8 +69,11 @@ class Request:
         default=Factory(lambda self: as_token_array(self.prompt_token_ids), takes_self=True), repr=False
     )
     params: SamplingParams
-    pooling_params: PoolingParams | None = None
-    pools_whole_prompt: bool = False
+    task_params: Any = None
+    samples: bool = True
+    whole_prompt: bool = field(
+        default=Factory(lambda self: self.params.prompt_logprobs is not None, takes_self=True), repr=False
+    )
     prompt: str | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -82,7 +90,7 @@ class Request:
     hash_extra: Callable[[int, int], bytes] | None = None
     inputs: dict[str, Any] = field(factory=dict, repr=False)
     block_hashes: list[BlockHash] = field(factory=list)
-    pooled: npt.NDArray[np.float32] | None = None
+    answer: npt.NDArray[np.float32] | None = None
     output_token_ids: list[int] = field(factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
@@ -96,11 +104,6 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Scheduling order: lower goes first."""
         return (self.priority, self.arrival)
-
-    @property
-    def whole_prompt(self) -> bool:
-        """True if every position of the prompt must be computed, so that no cached prefix is taken."""
-        return self.params.prompt_logprobs is not None or self.pools_whole_prompt
 
     @property
     def finished(self) -> bool:

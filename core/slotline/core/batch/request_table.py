@@ -212,8 +212,8 @@ class RequestTable:
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.fixed_len[row] = request.fixed_len
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
-        # A pooling request has no token to come, so its prompt may be as long as the model allows.
-        self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT
+        # A request that samples nothing has no token to come, so its prompt may be as long as the model allows.
+        self.length_limit[row] = min(limit, self.max_model_len) if request.samples else NO_LIMIT
         self.min_length[row] = num_prompt + params.min_tokens
 
     def _write_sampling(self, row: int, request: Request, default_seed: int) -> None:

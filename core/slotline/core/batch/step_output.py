@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -81,40 +81,6 @@ class PendingSample:
 
 
 @frozen(kw_only=True, eq=False)
-class PendingPooling:
-    """Answers of pooling requests whose prompts a step completes, on their way to the host.
-
-    Attributes:
-        rows: [n] int64, permanent rows.
-        vectors: [n, size] float32. None if no prompt is complete.
-    """
-
-    rows: Int
-    vectors: Download | None
-
-    def wait(self, *, count_nans: bool, nan_cause: Callable[[], str]) -> StepOutput:
-        """Wait for the answers and return the step's output.
-
-        Args:
-            nan_cause: returns the possible cause of NaN in an answer. An answer with NaN is invalid.
-        """
-        if self.vectors is None:
-            return StepOutput()
-        vectors = self.vectors.wait()
-        pooled = dict(zip(self.rows.tolist(), vectors, strict=True))
-        counts = np.isnan(vectors).sum(axis=1)
-        if not counts.any():
-            return StepOutput(pooled=pooled)
-        found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
-        return StepOutput(
-            pooled={row: vector for row, vector in pooled.items() if row not in found},
-            num_nans=found if count_nans else {},
-            failed=dict.fromkeys(found, nan_cause()),
-            spoiled=frozenset(found),
-        )
-
-
-@frozen(kw_only=True, eq=False)
 class StepOutput:
     """Results of a step.
 
@@ -128,7 +94,7 @@ class StepOutput:
         logprobs: by row, an entry for each token, if requested.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
-        pooled: by row, the answers [size] float32 of pooling requests, which get no token.
+        answers: by row, the answers [size] float32 of requests that get no token.
         failed: by row, the reason why it gets no further token. Its request ends with an error.
         spoiled: the failed rows whose logits were NaN. Their stored blocks are of no use to others.
     """
@@ -142,7 +108,7 @@ class StepOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     num_nans: dict[int, int] = field(factory=dict)
-    pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
+    answers: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
     failed: dict[int, str] = field(factory=dict)
     spoiled: frozenset[int] = frozenset()
 
@@ -161,7 +127,7 @@ class StepOutput:
             logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
             prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
-            pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
+            answers={row: vector for row, vector in self.answers.items() if row not in gone},
             failed={row: cause for row, cause in self.failed.items() if row not in gone},
             spoiled=self.spoiled - gone,
         )

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
-from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from slotline.core.api.outputs import RequestOutput
 from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
 from slotline.core.api.tokenizer import Tokenizer, with_bad_words
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.batch.request import Request
+from slotline.core.batch.request import UNSAMPLED, Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.scope import on_device
 from slotline.core.engine.admission_hooks import AdmissionHooks
@@ -38,14 +38,13 @@ from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_output
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.async_spec_decode import AsyncSpecDecode, Proposal
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.attribution import BuiltPlugins, names_plugins
-from slotline.registry.contracts import CompiledKernel, KernelCompiler, PoolingParams
+from slotline.registry.contracts import CompiledKernel, KernelCompiler
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
@@ -67,13 +66,13 @@ class PendingStep:
         schedule: its rows and tokens.
         generations: [max_requests] int64, of all rows when it was started. If a row's generation has changed, its
             request was preempted or finished, and the row's results are discarded.
-        sampling: its tokens.
+        sampling: its tokens, as the output head gives them.
         proposal: the drafts after them, if the drafter does not wait for the host.
     """
 
     schedule: SchedulerOutput
     generations: Int
-    sampling: PendingSample | PendingPooling
+    sampling: Any
     proposal: Proposal | None = None
 
 
@@ -119,7 +118,6 @@ class Engine:
     profiler: StepProfiler
     drafting: DraftRunner | None = None
     overlap: AsyncSpecDecode | None = None
-    pooling: Pooling | None = None
     limits: EngineLimits
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
@@ -217,7 +215,7 @@ class Engine:
         /,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | PoolingParams,
+        params: Any,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -229,7 +227,7 @@ class Engine:
         """Check a request and queue it.
 
         Args:
-            params: of the engine's task.
+            params: `SamplingParams`, or parameters of the engine's task.
             stream: whether its text is read while it runs.
             inputs: what extensions of this engine take, by name.
 
@@ -237,7 +235,7 @@ class Engine:
             RequestError: naming the error, also in a forked child. Nothing is queued then, and the engine goes on.
         """
         self._own_process.refuse_others()
-        sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
+        sampling, other = (params, None) if isinstance(params, SamplingParams) else (UNSAMPLED, params)
         if sampling.bad_words:
             sampling = with_bad_words(sampling, self.tokenizer)
         tokens = as_token_array(prompt_token_ids)
@@ -246,8 +244,7 @@ class Engine:
             prompt_token_ids=tokens.tolist(),
             token_array=tokens,
             params=sampling,
-            pooling_params=pooling,
-            pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
+            task_params=other,
             prompt=prompt,
             priority=priority,
             cache_salt=cache_salt,
@@ -403,11 +400,6 @@ class Engine:
         """Return the public form of a prompt's requests (one per output)."""
         return request_output(requests, self.rows, self.tokenizer)
 
-    @exclusive
-    def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
-        """Return the public form of a pooling request."""
-        return pooling_output(request)
-
     def extension(self, name: str) -> Any:
         """Return the extension of a name, None if this engine has none."""
         return self.extensions.named.get(name)
@@ -480,7 +472,7 @@ class Engine:
             self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
         return PendingStep(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal)
 
-    def _open_sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
+    def _open_sample(self, launched: ForwardOutput) -> Any:
         """Start sampling. Functions on logits may use the engine meanwhile."""
         self._closed = False
         sampling = self.runner.sample(launched)

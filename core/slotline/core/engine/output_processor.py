@@ -115,10 +115,10 @@ class OutputProcessor:
                 request.metrics.time_to_first_token = now - request.arrival_time
 
     def _answer(self, output: StepOutput) -> Ended:
-        """Give pooling requests their answers, which ends them."""
-        for row, vector in output.pooled.items():
-            self.rows.request(row).pooled = vector.copy()
-        return dict.fromkeys(output.pooled, ("stop", None))
+        """Give requests that sample nothing their answers, which ends them."""
+        for row, vector in output.answers.items():
+            self.rows.request(row).answer = vector.copy()
+        return dict.fromkeys(output.answers, ("stop", None))
 
     def _append(self, output: StepOutput, ended: Ended) -> tuple[Int, npt.NDArray[np.int32]]:
         """Append tokens, as long as their rows have not ended, and add to `ended` the rows that do with them.

@@ -294,7 +294,7 @@ class LLM:
         shown = as_progress(progress, use_tqdm)
         groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, shown)
-        return [self.engine.pooling_output(request) for (request,) in groups]
+        return [self.engine.extension("pooling").output(request) for (request,) in groups]
 
     @known_options
     def embed(

@@ -63,6 +63,8 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         RequestError: with the value and the fix.
     """
     params, length = request.params, len(request.prompt_token_ids)
+    if request.samples and request.task_params is not None:
+        raise other_task(request.task_params, "generate", limits.tasks)
     for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(
@@ -71,7 +73,7 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
     check_salt(request.cache_salt)
     if length == 0:
         raise RequestError("the prompt is empty", fix="give at least one token")
-    outputs, beside = (1, " beside one output token") if request.pooling_params is None else (0, "")
+    outputs, beside = (1, " beside one output token") if request.samples else (0, "")
     longest = limits.max_model_len - outputs
     if length > longest:
         raise RequestError(
@@ -116,6 +118,24 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         if (value := getattr(params, name, None)) is not None:
             reason, fix = told(value)
             raise RequestError(f"{name} cannot be had: {reason}", fix=fix)
+
+
+def other_task(params: Any, runs: str, tasks: Sequence[str]) -> RequestError:
+    """Return the refusal of a request for another task than the engine's, or for none.
+
+    Args:
+        params: the request's, None for sampling parameters.
+        runs: the engine's task. `tasks` are the model's.
+    """
+    asked = "generate" if params is None else params.task
+    serves = f"the model serves {', '.join(tasks)}, and this engine runs {runs!r}"
+    if asked is None:
+        name = type(params).__name__
+        return RequestError(f"{name}.task is missing; {serves}", fix=f"give {name}(task={runs!r})")
+    elsewhere = f'build an engine with task = "{asked}"' if asked in tasks else "take a model that serves it"
+    return RequestError(
+        f"a request for the task {asked!r} cannot run: {serves}", fix=f"{elsewhere}, or ask for {runs!r}"
+    )
 
 
 def check_inputs(request: Request, taken: frozenset[str], limits: EngineLimits) -> None:

@@ -51,6 +51,7 @@ CARRIED: tuple[str, ...] = (
     "kv_transfer",
     "microbatches",
     "multimodal",
+    "pooling",
     "states",
     "structured_output",
 )
@@ -106,6 +107,7 @@ FEATURE_METHODS = (
     "captured_inputs",
     "computed_by",
     "wrap_forward",
+    "output_head",
     "profile_memory",
     "launched",
     "plan_logits",
@@ -469,6 +471,16 @@ class FeatureExtension(StepExtension, Protocol):
         Args:
             broken: names of groups whose calls cannot be captured.
             cut: ends the running capture, keeps a call, and begins another capture after it.
+        """
+        ...
+
+    def output_head(self, runner: Any) -> Any:
+        """Return the `OutputHead` of `slotline.core.model_runner.model_runner` that ends each step in place of sampling.
+
+        One extension of an engine may have this method.
+
+        Args:
+            runner: `ModelRunner`, whose other attributes are set.
         """
         ...
 
