@@ -50,7 +50,7 @@ def test_one_configuration_reaches_every_part(tiny: Callable[..., Path], engines
     assert [group.block_size for group in engine.scheduler.cache.groups] == [4]
     assert engine.scheduler.cache.prefix_caching is False
     assert engine.limits.max_logprobs == 3
-    assert engine.runner.normalise_logprobs is False
+    assert engine.runner.head.normalise_logprobs is False
     assert engine.check is True
 
 

@@ -126,10 +126,10 @@ def stages(llm: LLM) -> list[Stage]:
         (engine.gatherer.assembler, "assemble"),
         (engine.runner, "launch"),
         (engine.runner, "forward"),
-        (engine.runner, "sample"),
+        (engine.runner.head, "start"),
         (engine.pipeline, "apply"),
-        (engine.runner, "_logprobs"),
-        (engine.runner, "finish"),
+        (engine.runner.head, "_logprobs"),
+        (engine.runner.head, "finish"),
         (engine.hand_out, "_count"),
         (engine.rows, "append"),
         (engine.hand_out.stops, "ended"),
@@ -279,12 +279,12 @@ def test_a_finished_request_is_reported_though_the_step_behind_it_fails(
     while not ending.finished:
         with monkeypatch.context() as patch:
 
-            def failing(launched: Any, sample: Any = llm.engine.runner.sample) -> Any:
+            def failing(launched: Any, sample: Any = llm.engine.runner.head.start) -> Any:
                 if ending.finished:
                     raise Interruption
                 return sample(launched)
 
-            patch.setattr(llm.engine.runner, "sample", failing)
+            patch.setattr(llm.engine.runner.head, "start", failing)
             try:
                 reported += llm.engine.step().finished
             except Interruption:
@@ -310,7 +310,7 @@ def test_an_interrupted_recovery_is_made_up_for_by_the_next_call(
     llm.engine.step()
     llm.engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "sample", interrupted)
+        patch.setattr(llm.engine.runner.head, "start", interrupted)
         patch.setattr(llm.engine.scheduler, "restore", interrupted)
         with pytest.raises(Interruption):
             llm.engine.step()

@@ -41,7 +41,7 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
     for device in ("cpu", "cuda"):
         llm = LLM(path, device=device, **options, **{"drafter.tokens": K, "drafter.adaptive": False})
         if device == "cuda":
-            llm.engine.runner.sample = _strict(llm.engine.runner.sample)  # type: ignore[method-assign]
+            llm.engine.runner.head.start = _strict(llm.engine.runner.head.start)  # type: ignore[method-assign]
         with drafted_by(llm, OnDevice(how)):
             texts[device] = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
             assert llm.engine.drafting.counts.accepted > 10

@@ -110,7 +110,7 @@ class Counted:
             self.rows.append(list(logits.shape))
             return own(logits, *rest, **more)
 
-        engine.runner.plain_draws = counted  # type: ignore[assignment]
+        engine.runner.head.plain_draws = counted  # type: ignore[assignment]
 
 
 SMALL: dict[str, Any] = {"block_size": 4, "scheduler.max_batched_tokens": 24, "scheduler.max_requests": 4}
@@ -125,7 +125,7 @@ def test_an_engine_draws_the_same_tokens_plainly(tiny: Tiny) -> None:
         llm = LLM(tiny("llama"), **{**DEFAULTS, **SMALL, **ON})
         counted = Counted(llm)
         if not plainly:
-            llm.engine.runner.plain_draws = None
+            llm.engine.runner.head.plain_draws = None
         requests = [
             add(llm, f"r{i}", prompt, SamplingParams(temperature=i % 2, seed=i, max_tokens=7 + i, ignore_eos=True))
             for i, prompt in enumerate(prompts)

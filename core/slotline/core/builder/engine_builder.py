@@ -41,8 +41,6 @@ from slotline.core.model_runner.nan_cause import nan_cause
 from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.sampling.pooling import Pooling
-from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.core.speculation.async_spec_decode import AsyncSpecDecode
 from slotline.core.speculation.draft_runner import DraftRunner
@@ -57,7 +55,7 @@ from slotline.registry.contracts import (
     Model,
     ModelContext,
 )
-from slotline.registry.errors import CapacityError, ContractError
+from slotline.registry.errors import CapacityError
 from slotline.registry.loading import bind_contract
 
 logger = logging.getLogger("slotline")
@@ -157,7 +155,7 @@ class EngineBuilder:
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
         first, known = Warmup(planned, gatherer, runner), len(self.kernels)
         first.listen()
-        if runner.pooling is None:
+        if planned.task == "generate":
             check_operations(planned)
         if first.compiler is not None:
             with self.startup.scope("compile"):
@@ -188,7 +186,6 @@ class EngineBuilder:
             profiler=profiler,
             drafting=drafting,
             overlap=self._overlap(rows, runner),
-            pooling=runner.pooling,
             limits=limits_of(planned, tokenizer),
             sampling_defaults=planned.sampling_defaults,
             device=planned.device,
@@ -268,7 +265,7 @@ class EngineBuilder:
         stagings = [transfer_buffer_for(hardware[stage.device]) for stage in stages]
         tables = tables_for(groups, kernel_sizes, stagings[0], hardware[stages[0].device], on_host=self.planned.on_host)
         later = later_feeds(plan, self.planned.stages, groups, stagings[1:], hardware, on_host=self.planned.on_host)
-        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
+        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # other tasks give no tokens
         most_drafts = drafting.num_tokens if drafting else 0
         last_tokens = (
             PlaceholderTokens(
@@ -305,7 +302,6 @@ class EngineBuilder:
             profiler,
             drafting,
             last_tokens,
-            self._pooling(model, rows, stagings[-1]),
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
@@ -330,20 +326,6 @@ class EngineBuilder:
             max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
             vocab_size=self.planned.facts.vocab_size,
         )
-
-    def _pooling(self, model: Model, rows: RequestTable, staging: TransferBuffer) -> Pooling | None:
-        """Build the pooling of hidden states if the task is a pooling task, else None."""
-        task, hidden_size = self.planned.task, self.planned.facts.hidden_size
-        if task == "generate":
-            return None
-        pooler = getattr(model, "pooler", None)
-        if pooler is None:
-            name = self.planned.family_descriptor.name
-            raise ContractError(
-                f"model family {name!r} offers the task {task!r}, and its model has no pooler",
-                fix="tell the author of the plugin",
-            )
-        return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
     def _size(self, first: Warmup, specs: list[KVSpec], extensions: Extensions) -> MemoryReport:
         config, plan = self.planned.loaded.config, self.planned.plan
@@ -389,11 +371,8 @@ class EngineBuilder:
             del inputs
             if runner.drafting is not None:
                 runner.drafting.rehearse(output.computed)
-        if runner.pooling is None:
-            requests = self.planned.loaded.config.scheduler.max_requests
-            device = self.planned.device
-            ops = self.planned.hardware[device].ops
-            warm_up(requests if overlaps else 1, self.planned.facts.vocab_size, device, ops)
+        requests = self.planned.loaded.config.scheduler.max_requests
+        runner.head.rehearse(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
         del held  # until here: what extensions keep lies beside a step
 
     def _scheduler(

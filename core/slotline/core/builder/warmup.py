@@ -85,7 +85,7 @@ class Warmup:
             record_launches(self.runner.router, self.gatherer, dtype, steps, missing, self._device)
         if self._may_be_recorded:
             note_lacking(self._forwards(self._prompts()), missing, "prompts", replayed=False, device=self._device)
-        if self.runner.pooling is None:
+        if planned.task == "generate":
             with compiler.leaving_out(missing):
                 rare_operations(planned.facts.vocab_size, planned.device, self._device.ops)
         if graphs is not None:

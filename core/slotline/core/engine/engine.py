@@ -475,7 +475,7 @@ class Engine:
     def _open_sample(self, launched: ForwardOutput) -> Any:
         """Start sampling. Functions on logits may use the engine meanwhile."""
         self._closed = False
-        sampling = self.runner.sample(launched)
+        sampling = self.runner.head.start(launched)
         self._closed = True
         return sampling
 
@@ -496,7 +496,7 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return StepResult()
-        output = self.runner.finish(step.sampling)
+        output = self.runner.head.finish(step.sampling)
         for spoiled in self.extensions.recompute:
             self.scheduler.recompute(spoiled())
         with self.profiler.scope("hand_out"):

@@ -1,8 +1,8 @@
 """The runner: from a step's inputs to sampled tokens. It knows no plugin by name. Its parts were built for it.
 
-A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
-starts the work after it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
-log-probabilities of a prompt are asked for.
+A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, the output
+head's `start` starts the work after it, and its `finish` waits for the results. Nothing before `finish` waits for the
+device, unless log-probabilities of a prompt are asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPl
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
@@ -31,8 +31,7 @@ from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
-from slotline.core.sampling.pooling import Pooling
-from slotline.core.sampling.sampler import sample_checked
+from slotline.core.sampling.sampler import sample_checked, warm_up
 from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.core.speculation.verification import reject, standing
 from slotline.registry.contracts import DeviceOps, Model, TokenSampler
@@ -59,6 +58,30 @@ class ForwardPass(Protocol):
         ...
 
 
+class OutputHead(Protocol):
+    """Work after a forward pass, which ends a step."""
+
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
+        """Return the tokens [n] int64 whose hidden states `start` needs, or None for all."""
+        ...
+
+    def start(self, launched: ForwardOutput) -> Any:
+        """Start the work after a forward pass, without waiting for the device. Return what `finish` waits for."""
+        ...
+
+    def finish(self, pending: Any) -> StepOutput:
+        """Wait for the results of a step."""
+        ...
+
+    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
+        """Take the most memory that the work of a step may take, if a made-up step does not.
+
+        Raises:
+            CapacityError: if it does not fit.
+        """
+        ...
+
+
 class ModelRunner:
     """Runner of steps. The same functions serve profiling, warm-up and real requests.
 
@@ -66,9 +89,7 @@ class ModelRunner:
         staging: of the device where tokens are sampled.
         mark: says that all copies of a step's inputs have been started, see `AttentionMetadataBuilder.mark`.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
-        pooling: what is done with hidden states where nothing is sampled, else None.
-        plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
-            nothing drafts.
+        head: ends each step, by sampling unless an extension has another head.
         extensions: methods of the step extensions.
         ops: operations of the device where tokens are sampled; torch's by default.
         nan_cause: says who may have made the NaN of a request's logits.
@@ -84,7 +105,6 @@ class ModelRunner:
         profiler: StepProfiler,
         drafting: DraftRunner | None = None,
         last_tokens: PlaceholderTokens | None = None,
-        pooling: Pooling | None = None,
         *,
         mark: Callable[[], None],
         logprobs_mode: str = "raw_logprobs",
@@ -96,14 +116,11 @@ class ModelRunner:
         self.model = model
         self.router = router
         self.rows = rows
-        self.pipeline = pipeline
         self.staging = staging
         self.mark = mark
         self.profiler = profiler
         self.drafting = drafting
         self.last_tokens = last_tokens
-        self.pooling = pooling
-        self.plain_draws = plain_draws
         self.extensions = extensions
         self.ops: DeviceOps = ops or TorchOps()
         self._compute: ForwardPass = self._compute_whole
@@ -111,15 +128,14 @@ class ModelRunner:
             self._compute = wrap(self, self._compute)
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
-        when, _, what = logprobs_mode.partition("_")
-        self.raw_logprobs = when == "raw"
-        self.normalise_logprobs = what == "logprobs"
         self.count_nans = count_nans
         self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
+        sampling = SamplingHead(self, pipeline, logprobs_mode, plain_draws)
+        self.head: OutputHead = next((other(self) for other in extensions.output_head), sampling)
 
     def run(self, inputs: ModelInputs) -> StepOutput:
         """Run one step from end to end."""
-        return self.finish(self.sample(self.launch(inputs)))
+        return self.head.finish(self.head.start(self.launch(inputs)))
 
     @torch.inference_mode()
     def launch(self, inputs: ModelInputs) -> ForwardOutput:
@@ -155,16 +171,89 @@ class ModelRunner:
             extra(inputs)
         self.mark()
 
+    def forward(self, inputs: ModelInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
+        if wanted is not None and len(wanted) == inputs.num_padded_tokens:
+            wanted = None  # each request has one token: all are wanted, in order
+        token_ids = self.token_ids(inputs)
+        states: dict[str, Any] = {}
+        if self.taps is not None:
+            states["tap"] = self.taps
+        if inputs.wanted is not None and self.router.fast_prefill:
+            states["fast_prefill"] = True
+        for arguments in self.extensions.forward_kwargs:
+            states.update(arguments(inputs))
+        embeds = () if inputs.embeds is None else (inputs.embeds,)
+        return self.model.forward(token_ids, inputs.positions, attend, wanted, *embeds, **states)
+
+    def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""
+        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+
+    def forward_or_replay(
+        self, inputs: ModelInputs, attend: Attend, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Compute hidden states, and logits if a graph holds them: of all num_padded_tokens when replayed or `whole`.
+
+        The third result are the inputs of the layers that a drafter reads, always of all tokens.
+        """
+        if inputs.shape is not None and self.graphs is not None:
+            return self.graphs.replay(inputs)
+        hidden = self.forward(inputs, attend, None if whole else self.head.wanted(inputs))
+        return hidden, None, None if self.taps is None else self.taps.take()
+
+    def _standing(self, inputs: ModelInputs) -> frozenset[str]:
+        """Return the attention groups whose plans were made at the capture.
+
+        There are none with a drafter, which attends after the replay too.
+        """
+        if inputs.shape is None or self.graphs is None or self.drafting is not None:
+            return frozenset()
+        return self.graphs.standing(inputs.shape)
+
+
+class SamplingHead:
+    """Logits, processors, draws and log-probabilities of a step. Implements `OutputHead`.
+
+    Attributes:
+        plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
+            nothing drafts.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, pipeline: ProcessorPipeline, logprobs_mode: str, plain_draws: TokenSampler | None
+    ) -> None:
+        self.runner = runner
+        self.model = runner.model
+        self.rows = runner.rows
+        self.pipeline = pipeline
+        self.staging = runner.staging
+        self.profiler = runner.profiler
+        self.drafting = runner.drafting
+        self.last_tokens = runner.last_tokens
+        self.ops = runner.ops
+        self.count_nans = runner.count_nans
+        self.extensions = runner.extensions
+        self.plain_draws = plain_draws
+        when, _, what = logprobs_mode.partition("_")
+        self.raw_logprobs = when == "raw"
+        self.normalise_logprobs = what == "logprobs"
+
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
+        """Return the tokens that sample."""
+        return inputs.logits_indices
+
+    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
+        """Sample once at full size."""
+        warm_up(num_rows, vocab_size, device, self.ops)
+
     @torch.inference_mode()
-    def sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
-        """Start the work after the forward pass: logits, processors, draws and their download, or pooling.
+    def start(self, launched: ForwardOutput) -> PendingSample:
+        """Start the work after the forward pass: logits, processors, draws and their download.
 
         All earlier tokens must be known, since processors read them.
         """
         inputs, scope = launched.inputs, self.profiler.scope
-        if self.pooling is not None:
-            with scope("pool"):
-                return self.pooling.run(inputs, launched.hidden)
         if (draws := self._plain_draws(inputs, whole=launched.whole)) is not None:
             return self._drawn_plainly(launched, draws)
         with scope("logits"):
@@ -227,11 +316,8 @@ class ModelRunner:
             logits = process(logits, inputs)
         return evolve(processed, logits=logits, touched=np.ones(len(logits), bool))
 
-    def finish(self, sampling: PendingSample | PendingPooling) -> StepOutput:
-        """Wait for a step's answers, or for its tokens, and keep the accepted ones."""
-        if isinstance(sampling, PendingPooling):
-            with self.profiler.scope("wait"):
-                return sampling.wait(count_nans=self.count_nans, nan_cause=self.nan_cause)
+    def finish(self, sampling: PendingSample) -> StepOutput:
+        """Wait for a step's tokens, and keep the accepted ones."""
         with self.profiler.scope("wait"):
             token_ids = sampling.tokens.wait()
         rows, positions = sampling.batch.rows, sampling.draft_positions
@@ -246,7 +332,7 @@ class ModelRunner:
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             restrictions = self.extensions.restrictions
-            failed = self.pipeline.failures(rows, token_ids, errors, restrictions, self.nan_cause())
+            failed = self.pipeline.failures(rows, token_ids, errors, restrictions, self.runner.nan_cause())
             spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
@@ -269,47 +355,6 @@ class ModelRunner:
             spoiled=spoiled,
         )
 
-    def forward(self, inputs: ModelInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
-        if wanted is not None and len(wanted) == inputs.num_padded_tokens:
-            wanted = None  # each request has one token: all are wanted, in order
-        token_ids = self.token_ids(inputs)
-        states: dict[str, Any] = {}
-        if self.taps is not None:
-            states["tap"] = self.taps
-        if inputs.wanted is not None and self.router.fast_prefill:
-            states["fast_prefill"] = True
-        for arguments in self.extensions.forward_kwargs:
-            states.update(arguments(inputs))
-        embeds = () if inputs.embeds is None else (inputs.embeds,)
-        return self.model.forward(token_ids, inputs.positions, attend, wanted, *embeds, **states)
-
-    def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""
-        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
-
-    def forward_or_replay(
-        self, inputs: ModelInputs, attend: Attend, *, whole: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Compute hidden states, and logits if a graph holds them: of all num_padded_tokens when replayed or `whole`.
-
-        The third result are the inputs of the layers that a drafter reads, always of all tokens.
-        """
-        if inputs.shape is not None and self.graphs is not None:
-            return self.graphs.replay(inputs)
-        wanted = None if whole else inputs.logits_indices
-        hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
-        return hidden, None, None if self.taps is None else self.taps.take()
-
-    def _standing(self, inputs: ModelInputs) -> frozenset[str]:
-        """Return the attention groups whose plans were made at the capture.
-
-        There are none with a drafter, which attends after the replay too.
-        """
-        if inputs.shape is None or self.graphs is None or self.drafting is not None:
-            return frozenset()
-        return self.graphs.standing(inputs.shape)
-
     def _states_for(self, drafting: DraftRunner, launched: ForwardOutput, states: torch.Tensor) -> dict[str, Any]:
         """Return the states that a drafter reads: of the logits rows, and of all tokens if it reads those."""
         inputs, layers = launched.inputs, launched.layers
@@ -320,7 +365,7 @@ class ModelRunner:
         )
         if not drafting.observing:
             return {"states": own}
-        token_ids, hidden = self.token_ids(inputs), launched.hidden
+        token_ids, hidden = self.runner.token_ids(inputs), launched.hidden
         computed = ComputedStates(
             inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
         )

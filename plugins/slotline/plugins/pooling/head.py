@@ -57,9 +57,12 @@ class PoolingHead:
     @torch.inference_mode()
     def start(self, launched: ForwardOutput) -> PendingPooling:
         """Take in a step's hidden states of the `wanted` tokens, and start the answers of prompts it completes."""
-        rows = launched.inputs.logits_rows
+        inputs, hidden = launched.inputs, launched.hidden
+        rows = inputs.logits_rows
         with self._runner.profiler.scope("pool"):
-            states = self._gatherer.gather(launched.inputs, launched.hidden)  # [n, hidden_size] float32
+            if launched.whole and (wanted := self.wanted(inputs)) is not None:
+                hidden = hidden[wanted]
+            states = self._gatherer.gather(inputs, hidden)  # [n, hidden_size] float32
             if len(rows) == 0:
                 return PendingPooling(rows=rows, vectors=None)
             vectors = self._pooler.pool(states, [self._params(row) for row in rows.tolist()])

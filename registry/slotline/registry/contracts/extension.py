@@ -475,12 +475,10 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def output_head(self, runner: Any) -> Any:
-        """Return the `OutputHead` of `slotline.core.model_runner.model_runner` that ends each step in place of sampling.
-
-        One extension of an engine may have this method.
+        """Return the `OutputHead` that ends each step in place of sampling. One extension may have this method.
 
         Args:
-            runner: `ModelRunner`, whose other attributes are set.
+            runner: `slotline.core.model_runner.model_runner.ModelRunner`, whose other attributes are set.
         """
         ...
 
