@@ -42,7 +42,7 @@ class StopChecker:
     def ends_outside_text(self, request: Request) -> bool:
         """Return whether the last token is a stop token that is not part of the text.
 
-        A grammar's last token is part of it.
+        A last token by which an extension ended the request is part of it.
         """
         if request.finish_reason != "stop" or request.params.include_stop_str_in_output:
             return False

@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, grammars, parameters of a step, the arithmetic, poolers."""
+"""From logits to tokens: processors, parameters of a step, and the arithmetic."""
