@@ -51,7 +51,7 @@ def main() -> None:
             texts += [output.outputs[0].token_ids for output in outputs]
         seconds = time.perf_counter() - start
         expected = expected or texts
-        drafting = llm.engine.drafting
+        drafting = llm.engine.extension("drafts").drafting
         line = f"{name or 'none':10} {seconds:7.2f} s for {len(prompts)} files, batch {arguments.batch}"
         if drafting is not None:
             report = drafting.to_json()

@@ -35,11 +35,11 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.speculation.draft_length_controller import DraftLengthController
 from slotline.plugins.model_families import loading
 from slotline.proposers.eagle import drafter as eagle
 from slotline.proposers.eagle import heads
 from slotline.proposers.eagle.drafter import Eagle3Drafter
+from slotline.proposers.speculation.draft_length_controller import DraftLengthController
 
 SHORT = "benchmarks/models/llama-tiny benchmarks/models/llama-tiny --batches 1 --tokens 17 --right 1"
 PROMPT = 128
@@ -92,7 +92,7 @@ def empty_head(path: Path) -> dict[str, torch.Tensor]:
 
 def misleader(llm: LLM) -> Callable[[int], None]:
     """Makes an engine's drafter count, and wrong about every (n + 1)th token."""
-    drafter: Any = llm.engine.drafting.drafter  # type: ignore[union-attr]
+    drafter: Any = llm.engine.extension("drafts").drafting.drafter
     if not isinstance(drafter, Eagle3Drafter):
         embedding = drafter._model.hf_model.get_input_embeddings().weight
         original = embedding.clone()
@@ -247,7 +247,7 @@ def main() -> None:
 
 def show(llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, Run], arguments: argparse.Namespace) -> None:
     """Time an engine that drafts against `results` of one that does not, by batch."""
-    drafting, drafts, tokens = llm.engine.drafting, arguments.drafts, arguments.tokens
+    drafting, drafts, tokens = llm.engine.extension("drafts").drafting, arguments.drafts, arguments.tokens
     assert drafting is not None
     print(f"drafted: {llm.plan.summary()}, asynchronous: {llm.engine.asynchronous}")
     print(next(str(setting) for setting in llm.plan.settings if setting.key == "drafter.graphs"))
@@ -270,7 +270,7 @@ def show(llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, Run],
 
 def compare(llm: LLM, prompts: list[list[int]], plain: Run, tokens: int) -> str:
     """A run beside that without drafts."""
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     before = (drafting.counts.steps, drafting.counts.accepted)
     run = timed(llm, prompts, tokens)

@@ -49,9 +49,9 @@ def test_greedy_text_with_a_tree_is_the_same_and_more_of_it_stands_than_of_a_cha
         same = sum(a == b for a, b in zip(found, texts, strict=True))
         # In bfloat16 a batch of another shape may decide a near tie otherwise.
         assert same == len(texts) if dtype == "float32" else same >= len(texts) - 3
-        assert llm.engine.drafting is not None
-        assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
-        lengths[name] = llm.engine.drafting.counts.acceptance_length
+        counts = llm.engine.extension("drafts").drafting.counts
+        assert counts.failures == 0, counts.last_failure
+        lengths[name] = llm.engine.extension("drafts").drafting.counts.acceptance_length
         if name == "medusa_tree":
             (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
             assert setting.resolved == "tree", setting.origin

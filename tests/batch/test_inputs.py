@@ -27,6 +27,7 @@ from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.kv_cache.block_table import DeviceTables, HostTables
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.plugins.states.batches import StateBatches
+from slotline.proposers.speculation.rejections import drafted
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.negotiation import capture_sizes
 
@@ -243,14 +244,13 @@ def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None
         rows.num_drafts[row] = guessed
         assert cache.try_grow(row, int(rows.num_computed_tokens[row]) + count)
     gatherer = InputPreparer(
-        rows, cache.groups, [16], CpuTransferBuffer(), HostTables(cache.groups, [16]), max_tokens=256, max_drafts=3
+        rows, cache.groups, [16], CpuTransferBuffer(), HostTables(cache.groups, [16]), max_tokens=256, max_spec_tokens=3
     )
     inputs = gatherer.gather(schedule_of(rows, list(enumerate(counts))))
     assert inputs.logits_indices.tolist() == [0, 1, 2, 3, 103, 104, 105, 106, 206, 207, 208]
-    assert inputs.draft_positions is not None
-    assert inputs.drafts is not None
-    assert inputs.draft_positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 0, 0, 1]
-    judged = inputs.drafts.tolist()
+    assert inputs.spec_positions is not None
+    assert inputs.spec_positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 0, 0, 1]
+    judged = drafted(rows, inputs.logits_rows, inputs.spec_positions).tolist()
     assert [place for place, draft in enumerate(judged) if draft < 0] == [3, 4, 7, 8, 10]  # the bonus tokens'
     assert [draft for draft in judged if draft >= 0] == [10, 11, 12, 2 * 128 + 10, 2 * 128 + 11, 4 * 128 + 10]
     scored = inputs.input_ids[inputs.logits_indices.tolist()]

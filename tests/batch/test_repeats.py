@@ -73,7 +73,7 @@ def assert_equal(found: ModelInputs, expected: ModelInputs) -> None:
     """All that a forward pass and the draws behind it read of a step of single tokens."""
     for name in ("rows", "num_scheduled", "logits_indices_cpu", "logits_rows", "query_start_loc_cpu", "seq_lens_cpu"):
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
-    for name in ("num_tokens", "num_padded_tokens", "shape", "draft_positions"):
+    for name in ("num_tokens", "num_padded_tokens", "shape", "spec_positions"):
         assert getattr(found, name) == getattr(expected, name), name
     assert found.extras.keys() == expected.extras.keys()
     for name in found.extras.keys() - {"states"}:

@@ -21,9 +21,9 @@ from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.builder.warmup import Warmup
 from slotline.core.device import transfer_buffer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.planner.plan import make_plan
 from slotline.plugins.multimodal.encoder_runner import EncoderRunner
+from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.registry.config import load_config
 from slotline.registry.contracts import Draft
 from slotline.registry.errors import PluginError
@@ -218,7 +218,7 @@ def test_nan_logits_are_counted_for_their_request_beside_a_drafter(
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logit_bias={token: 100.0})
         for n, token in ((1, 9), (1, 9), (9, 300), (9, 9))
     ]
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     guess = {1: [4], 3: [9, 4, 9]}[tokens]  # a 4 falls, and so does what stands behind it
     monkeypatch.setattr(

@@ -134,7 +134,7 @@ def test_drafts_are_verified_inside_graphs(backend: str, tmp_path: Path) -> None
     assert any(shape.query_len == 4 for shape in llm.engine.graphs.shapes.largest_first)
     expected = [o.outputs[0].token_ids for o in plain.generate(repeated, params)]
     assert [o.outputs[0].token_ids for o in llm.generate(repeated, params)] == expected
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
     assert tokens(llm) == tokens(plain)
 
 

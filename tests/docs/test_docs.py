@@ -129,7 +129,7 @@ def test_the_drafter_on_the_page_conforms_and_changes_no_text(tmp_path: Path) ->
     params = SamplingParams(temperature=0, max_tokens=40)
     expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 def test_the_spec_of_states_on_the_page_conforms_and_gives_checkpoints(tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ def test_drafts_change_no_bit(engines: Engines) -> None:
         SMALL_MODEL, **settings, **{"drafter.name": "eagle", "drafter.tokens": 3, "drafter.adaptive": False}
     )
     assert [bits(output) for output in drafting.generate(prompts, SCORED)] == expected
-    assert drafting.engine.drafting is not None
-    assert drafting.engine.drafting.counts.accepted > 0
+    assert drafting.engine.extension("drafts") is not None
+    assert drafting.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 def test_a_gpu_without_kernels_is_refused() -> None:

@@ -181,8 +181,8 @@ def test_a_drafters_failures_name_the_drafter_and_who_brings_it(
     llm = LLM(tiny("llama"), **settings)
     armed.append(True)
     llm.generate([5, 6, 7] * 5, PARAMS)
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.last_failure.startswith(f"{source}: {method}")
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.last_failure.startswith(f"{source}: {method}")
     assert f"{source}: {method}" in caplog.text
 
 
@@ -249,8 +249,8 @@ def test_a_drafter_that_writes_into_the_token_table_changes_no_text_and_is_named
     found = llm.generate(prompts, PARAMS)
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
     assert [o.prompt_token_ids for o in found] == prompts
-    assert llm.engine.drafting is not None
-    failure = llm.engine.drafting.counts.last_failure
+    assert llm.engine.extension("drafts") is not None
+    failure = llm.engine.extension("drafts").drafting.counts.last_failure
     assert ("wrote into token_table" in failure and "drafter:writing of the inline plugin" in failure) == checks
 
 

@@ -101,8 +101,8 @@ def test_drafts_and_log_probabilities_are_those_of_one_stage(tiny: Tiny, engines
     scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     llm, one = engines(path, **over(3), **drafting), engines(path, **SETTINGS, **drafting)
     ours, theirs = llm.generate(repeating, scored), one.generate(repeating, scored)
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.outputs[0].token_ids == other.outputs[0].token_ids
         assert mine.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)

@@ -103,7 +103,7 @@ def run(llm: LLM, mode: str, step: Callable[[], object] | None = None) -> list[l
 
 def undisturbed(llm: LLM, mode: str) -> list[list[Any]]:
     expected = run(llm, mode)
-    if llm.engine.overlap is not None:
+    if getattr(llm.engine.extension("drafts"), "overlap", None) is not None:
         Foreseeing.texts = {tuple(p): p + e[0] for p, e in zip(PROMPTS, expected, strict=True)}
         assert run(llm, mode) == expected
     return expected
@@ -137,8 +137,10 @@ def stages(llm: LLM) -> list[Stage]:
         (engine.endings, "finish"),
         (engine.scheduler, "remove_running"),
     ]
-    more: list[Stage] = [(engine.overlap, "settle"), (engine.overlap, "propose"), (engine.overlap, "place")]
-    more += [(engine.drafting if engine.overlap is None else None, "propose")]
+    drafts = engine.extension("drafts")
+    overlap = None if drafts is None else drafts.overlap
+    more: list[Stage] = [(overlap, "settle"), (overlap, "propose"), (overlap, "place")]
+    more += [(drafts.drafting if drafts is not None and overlap is None else None, "propose")]
     more += [(engine.extension("structured_output"), name) for name in ("_accept", "_force")]
     states = engine.extension("states")
     more += [(getattr(states, "dispatcher", None), "plan"), (getattr(states, "checkpoints", None), "keep")]

@@ -332,7 +332,7 @@ def test_every_family_with_a_drafter_gives_transformers_tokens(
         **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False},
     )
     prompts = [SHARED + tail for tail in TAILS]
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     before = drafting.counts.proposed
     found = [tokens_of(llm, some) for some in (prompts[:2], prompts[2:])]  # the last two from checkpoints
@@ -349,7 +349,7 @@ def test_drafts_that_partly_stand_leave_the_states_of_those_that_do(
     llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False})
     prompts = [SHARED + tail for tail in TAILS]
     texts = [prompt + greedy(path, prompt, 20) for prompt in prompts]
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     asked = 0
 
@@ -382,7 +382,7 @@ def test_a_state_backend_is_told_how_many_tokens_of_the_step_before_were_accepte
     llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False})
     prompts = [SHARED + tail for tail in TAILS]
     texts = [prompt + greedy(path, prompt, 20) for prompt in prompts]
-    assert llm.engine.drafting is not None
+    assert llm.engine.extension("drafts") is not None
     asked = 0
 
     def propose(batch: DraftBatch) -> Draft:
@@ -394,7 +394,7 @@ def test_a_state_backend_is_told_how_many_tokens_of_the_step_before_were_accepte
             guesses.append([token if place < asked % 4 else (token + 1) % 384 for place, token in enumerate(guess)])
         return Draft(token_ids=torch.tensor(guesses))
 
-    monkeypatch.setattr(llm.engine.drafting.drafter, "propose", propose)
+    monkeypatch.setattr(llm.engine.extension("drafts").drafting.drafter, "propose", propose)
     requests = [add(llm, f"told {index}", prompt, GREEDY) for index, prompt in enumerate(prompts)]
     gained: dict[int, int] = {}  # row -> tokens that its last step gave, where one was known before
     told = set[int]()

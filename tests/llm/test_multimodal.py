@@ -343,7 +343,7 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
     settings: dict[str, Any] = {"drafter.name": "eagle", "drafter.path": str(head), "drafter.tokens": 3}
     settings |= {"scheduler.async": asynchronous, "max_num_batched_tokens": tokens_per_step}
     llm = engines(path, **settings)
-    encoding, drafting = llm.engine.extension("multimodal"), llm.engine.drafting
+    encoding, drafting = llm.engine.extension("multimodal"), llm.engine.extension("drafts").drafting
     assert encoding is not None
     assert drafting is not None
     drafter: Any = drafting.drafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slotline.core.model_runner.device_inputs import UploadedInputs
-from slotline.core.model_runner.rejected_token_correction import Bounds, subtract_rejected
+from slotline.proposers.speculation.rejected_token_correction import Bounds, subtract_rejected
 
 kernels = pytest.importorskip("slotline.backends.cuda.triton_bounds", reason="the kernel is Triton's")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

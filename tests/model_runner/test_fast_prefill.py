@@ -125,8 +125,8 @@ def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> 
     llm = engines(tiny("gemma4"), **FAST, **drafter, **{"scheduler.max_batched_tokens": 24})
     prompts = [[5, 6, 7, 8] * 8, *PROMPTS]
     assert tokens_of(llm, prompts) == [greedy(tiny("gemma4"), prompt, 20) for prompt in prompts]
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 def test_text_is_the_same_where_steps_overlap(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:

@@ -66,7 +66,7 @@ def test_a_drafter_sees_the_models_states_of_every_token(
     plain, llm = engines(path), engines(path, **WATCHER, **settings)
     prompts = random_prompts(LENGTHS, seed=3)
     expected = tokens_of(plain, prompts)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     watcher: Any = drafting.drafter
     watcher.requests.clear()
@@ -81,7 +81,7 @@ def test_preemption_and_prefix_hits_show_what_is_computed(tiny: Tiny, engines: E
     llm = engines(path, **WATCHER, memory=f"{8 * 16}KiB", max_num_batched_tokens=24)
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8)
     expected = tokens_of(engines(path), prompts)
-    watcher: Any = llm.engine.drafting.drafter  # type: ignore[union-attr]
+    watcher: Any = llm.engine.extension("drafts").drafting.drafter
     watcher.requests.clear()
     requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
     run_all(llm)
@@ -91,7 +91,7 @@ def test_preemption_and_prefix_hits_show_what_is_computed(tiny: Tiny, engines: E
     assert check(path, watcher.requests, texts) > 0
 
     cached = engines(path, **WATCHER)
-    watcher = cached.engine.drafting.drafter  # type: ignore[union-attr]
+    watcher = cached.engine.extension("drafts").drafting.drafter
     assert tokens_of(cached, prompts) == expected
     watcher.requests.clear()
     longer = [text[: len(prompt) + 6] for text, prompt in zip(texts, prompts, strict=True)]
@@ -108,7 +108,7 @@ def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
 ) -> None:
     path, prompts = tiny("llama"), random_prompts(LENGTHS, seed=3)
     llm = engines(path, **WATCHER)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
 
     def observe(computed: Any) -> None:
@@ -123,8 +123,8 @@ def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
 
 def test_nothing_is_collected_where_no_drafter_asks(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False})
-    assert llm.engine.runner.taps is None
-    assert not llm.engine.drafting.needs_computed  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.taps is None
+    assert not llm.engine.extension("drafts").drafting.needs_computed
 
 
 @pytest.mark.behaviour(128)

@@ -107,8 +107,8 @@ def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> 
     llm = engines(tiny("llama"), **CHUNKS, **drafter)
     prompts = [[5, 6, 7, 8] * 8, *PROMPTS]
     assert tokens_of(llm, prompts) == [greedy(tiny("llama"), prompt, 20) for prompt in prompts]
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu", "flex"])
@@ -128,8 +128,8 @@ def test_a_tree_of_drafts_is_wanted_beside_chunks(
         assert tokens_of(llm, PROMPTS) == [greedy(tiny("llama"), prompt, 20) for prompt in PROMPTS]
     first, last = last_of(seen)
     assert any(1 + 4 < few < every for few, every in zip(last, first, strict=False))  # drafts, and a chunk beside them
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.proposed > 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.proposed > 0
 
 
 def test_text_is_the_same_where_steps_overlap(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:

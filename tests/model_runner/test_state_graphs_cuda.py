@@ -69,7 +69,7 @@ def test_drafts_are_verified_in_graphs_and_taken_back(
         path, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False, "state.backend": backend}
     )
     assert {group.backend for group in llm.plan.state_groups} == {backend}
-    assert llm.engine.drafting is not None
+    assert llm.engine.extension("drafts") is not None
     asked = 0
 
     def propose(batch: DraftBatch) -> Draft:
@@ -82,8 +82,8 @@ def test_drafts_are_verified_in_graphs_and_taken_back(
             guesses.append([token if place < wrong else (token + 1) % 384 for place, token in enumerate(guess)])
         return Draft(token_ids=torch.tensor(guesses))
 
-    monkeypatch.setattr(llm.engine.drafting.drafter, "propose", propose)
-    counts = llm.engine.drafting.counts
+    monkeypatch.setattr(llm.engine.extension("drafts").drafting.drafter, "propose", propose)
+    counts = llm.engine.extension("drafts").drafting.counts
     for _ in range(2):  # the second time from checkpoints
         assert [[*p, *out] for p, out in zip(PROMPTS, tokens(llm), strict=True)] == texts
     assert 20 < counts.accepted < counts.proposed

@@ -13,9 +13,9 @@ import pytest
 from engine_driver import GREEDY, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.speculation.draft_length_controller import LEARNING, PERIOD, PLAIN, DraftLengthController
-from slotline.core.speculation.draft_timing import StepTimes
 from slotline.planner.plan import Planned
+from slotline.proposers.speculation.draft_length_controller import LEARNING, PERIOD, PLAIN, DraftLengthController
+from slotline.proposers.speculation.draft_timing import StepTimes
 from slotline.registry.errors import NegotiationError
 from slotline.testing.reference import drafter as reference
 from tests.kv_cache.test_pages import planned
@@ -196,7 +196,7 @@ def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
             with drafted_by(llm, guided(prompts, expected, right)):
                 for _ in range(3):
                     assert tokens_of(llm, prompts, params) == expected
-    decided = llm.engine.drafting.to_json()["adaptive"]
+    decided = llm.engine.extension("drafts").drafting.to_json()["adaptive"]
     assert sum(decided["chosen"]) > 0
     assert decided["step_seconds"] + decided["step_seconds_per_token"] > 0
 
@@ -237,11 +237,11 @@ def test_what_is_asked_for_is_done_or_refused(tiny: Tiny) -> None:
 
 
 def test_lengths_are_chosen_where_the_plan_says_so(tiny: Tiny, engines: Engines) -> None:
-    drafting = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": "auto"}).engine.drafting
+    drafting = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": "auto"}).engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.control is not None
     for settings in (NGRAM, PROBABILISTIC, {**TREE, "drafter.adaptive": "auto"}):
-        drafting = engines(tiny("llama"), **settings).engine.drafting
+        drafting = engines(tiny("llama"), **settings).engine.extension("drafts").drafting
         assert drafting is not None
         assert drafting.control is None
 
@@ -250,7 +250,7 @@ def test_what_a_grammar_forces_says_nothing_of_the_drafter(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": True})
-    drafting, control = llm.engine.drafting, DraftLengthController(8, K)
+    drafting, control = llm.engine.extension("drafts").drafting, DraftLengthController(8, K)
     assert drafting is not None
     monkeypatch.setattr(drafting, "control", control)
     before = control.to_json()["acceptance"]

@@ -48,7 +48,7 @@ def test_a_text_is_counted_and_as_many_drafts_stand_as_asked(
     params = SamplingParams(temperature=0, max_tokens=1 + 20, ignore_eos=True)
     found = [output.outputs[0].token_ids for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params)]
     assert found == [list(range(prompt[-1] + 1, prompt[-1] + 22)) for prompt in prompts]
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.counts.failures == 0
     assert drafting.counts.acceptance_length == length
@@ -72,7 +72,7 @@ def test_a_head_counts_too(tmp_path: Path, right: int | None, length: float, eng
         "memory": "32MiB",
     }
     llm: LLM = engines(target, **settings)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     network: Any = drafting.drafter._head  # type: ignore[attr-defined]
     embedding = llm.engine.runner.model.hf_model.get_input_embeddings().weight  # type: ignore[attr-defined]

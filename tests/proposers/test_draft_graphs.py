@@ -18,10 +18,10 @@ from repository import SUPPORT
 
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.speculation import draft_graphs as graphs
-from slotline.core.speculation.draft_attention import Places, StagedAttention
-from slotline.core.speculation.draft_graphs import DraftGraphs
-from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.proposers.speculation import draft_graphs as graphs
+from slotline.proposers.speculation.draft_attention import Places, StagedAttention
+from slotline.proposers.speculation.draft_graphs import DraftGraphs
+from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError
 
@@ -80,7 +80,7 @@ def test_a_drafter_that_reads_the_host_is_not_captured(tiny: Tiny, engines: Engi
 
 def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.attention is not None
     longest = llm.engine.limits.max_model_len
@@ -116,7 +116,7 @@ def test_the_kernel_finds_the_places_that_torch_finds(
     kernel = pytest.importorskip("slotline.backends.cuda.triton_places", reason="the kernel is Triton's")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
-    drafting, longest = llm.engine.drafting, llm.engine.limits.max_model_len
+    drafting, longest = llm.engine.extension("drafts").drafting, llm.engine.limits.max_model_len
     assert drafting is not None
     assert drafting.attention is not None
     monkeypatch.setattr(drafting.attention, "_leads", leads)  # the engine is other tests', too
@@ -160,7 +160,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Any]]:
         return draft
 
     monkeypatch.setattr(DraftRunner, "ask", recorded)
-    return lambda llm: asked[id(llm.engine.drafting)]
+    return lambda llm: asked[id(llm.engine.extension("drafts").drafting)]
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "eagle"])
@@ -182,7 +182,7 @@ def test_a_captured_proposal_is_the_eager_one(
     settings["plugins.inline"] = (f"{SUPPORT / 'planned_once.py'}:descriptor",)
     prompts = random_prompts((5, 30, 17, 1, 12), seed=3)
     eager, llm = engines(path, **settings), engines(path, **settings, **{"observability.count_nans": True})
-    expected, drafting = tokens_of(eager, prompts), llm.engine.drafting
+    expected, drafting = tokens_of(eager, prompts), llm.engine.extension("drafts").drafting
     assert drafting is not None
     made = DraftGraphs.__new__(DraftGraphs)
     hidden = torch.zeros(1, llm.engine.runner.model.facts.hidden_size)
@@ -190,7 +190,7 @@ def test_a_captured_proposal_is_the_eager_one(
     vars(made).update(_drafter=drafting.drafter, _attention=drafting.attention, _needs_computed=True, _device="cpu")
     vars(made)["_catches_up"] = drafting.catches_up
     vars(made).update(_needs_hidden_states=drafting.needs_hidden_states, _sizes=(2, 8), _observations={})
-    vars(made)["_target"] = SimpleNamespace(states=lambda shape: (hidden, None))
+    vars(made)["_target"] = SimpleNamespace(results=lambda shape: (hidden, {}))
     shapes = {size: GraphShape(size * 5, 5) for size in (2, 8)}
     seen: Any = SimpleNamespace(observed=observed)
     made._observations = dict.fromkeys(shapes.values(), seen)
@@ -220,7 +220,7 @@ def test_what_a_captured_proposal_reads_stays_allocated(monkeypatch: pytest.Monk
     made, shape = DraftGraphs.__new__(DraftGraphs), GraphShape(10, 5)
     hidden = torch.zeros(1, 8)
     vars(made).update(_drafter=Watching(), _attention=None, _needs_computed=True, _needs_hidden_states=True)
-    vars(made).update(_catches_up=True, _device="cpu", _target=SimpleNamespace(states=lambda shape: (hidden, None)))
+    vars(made).update(_catches_up=True, _device="cpu", _target=SimpleNamespace(results=lambda shape: (hidden, {})))
     vars(made)["_observations"] = {shape: SimpleNamespace(observed=(hidden,))}
     proposal = made._capture_proposal(shape, None)
     gc.collect()

@@ -62,16 +62,16 @@ def test_a_model_drafts_its_own_greedy_text(
     llm = engines(path, **settings_of(other), **settings)
     prompts, seen = random_prompts(LENGTHS, seed=3), watch(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert agree(seen[::3], other) == 1
 
 
 def test_the_model_itself_is_always_right(tiny: Tiny, engines: Engines) -> None:
     path = tiny("llama")
     llm, prompts = engines(path, **settings_of(path)), random_prompts(LENGTHS, seed=5)
-    before = llm.engine.drafting.counts.to_json()  # type: ignore[union-attr]
+    before = llm.engine.extension("drafts").drafting.counts.to_json()
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
-    counts = llm.engine.drafting.counts  # type: ignore[union-attr]
+    counts = llm.engine.extension("drafts").drafting.counts
     assert counts.accepted - before["accepted"] == counts.proposed - before["proposed"] > 0
 
 
@@ -84,7 +84,7 @@ def test_tokens_that_it_drafted_are_not_computed_again(
     path = tiny("llama")
     draft = path if right else tiny("llama", **SMALLER)
     llm = engines(path, **settings_of(draft), **{"scheduler.async": asynchronous})
-    prompts, drafting = random_prompts((5, 9, 3), seed=7), llm.engine.drafting
+    prompts, drafting = random_prompts((5, 9, 3), seed=7), llm.engine.extension("drafts").drafting
     assert drafting is not None
     shown, observe, seen = list[int](), drafting.drafter.observe, watch(llm)  # type: ignore[attr-defined]
 

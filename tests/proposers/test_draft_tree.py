@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.batch.draft_tree import DraftTree
+from slotline.proposers.speculation.draft_tree import DraftTree
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.testing.oracles.drafter import verify_by_match
 from tests.proposers.test_drafting import drafted_by, pool_of
@@ -130,9 +130,9 @@ def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
 def test_texts_are_the_same_with_trees(tiny: Tiny, engines: Engines, family: str, right: float) -> None:
     """Windows and chunks of eight tokens among them, so that they end inside the tree's context."""
     plain, llm = engines(tiny(family)), engines(tiny(family), **TREE)
-    assert llm.engine.drafting is not None
+    assert llm.engine.extension("drafts") is not None
     prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
-    counts = llm.engine.drafting.counts
+    counts = llm.engine.extension("drafts").drafting.counts
     for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected, before = tokens_of(plain, prompts, params), counts.accepted
         with drafted_by(llm, Branches(prompts, expected, right, 384)):
@@ -194,7 +194,7 @@ def test_without_tree_masks_the_first_path_is_verified_and_explain_says_why(tiny
     expected = tokens_of(plain, prompts)
     with drafted_by(llm, Branches(prompts, expected, 1.0, 384)):
         assert tokens_of(llm, prompts) == expected
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
     (setting,) = [s for s in engines(tiny("llama"), **TREE).plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == "tree"
 
@@ -224,7 +224,7 @@ def test_a_tree_that_is_none_costs_drafts_and_nothing_else(tiny: Tiny, engines: 
     drafter.propose = broken  # type: ignore[method-assign]
     with drafted_by(llm, drafter):
         assert tokens_of(llm, prompts) == expected
-    assert "are no tree" in llm.engine.drafting.counts.last_failure
+    assert "are no tree" in llm.engine.extension("drafts").drafting.counts.last_failure
 
 
 class OneTree:

@@ -42,7 +42,7 @@ def test_greedy_text_is_the_same_and_drafts_stand(kind: str, mode: str, dtype: s
         same = sum(a == b for a, b in zip(found, texts, strict=True))
         # In bfloat16 a batch of another shape may decide a near tie otherwise.
         assert same == len(texts) if dtype == "float32" else same >= len(texts) - 3
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.counts.failures == 0, drafting.counts.last_failure
     assert drafting.counts.acceptance_length >= LEAST[kind] - 0.6 * (dtype == "bfloat16")
@@ -69,8 +69,8 @@ def test_multi_token_prediction_layers_draft_what_their_formula_says(
     )
     seen = watch(llm)  # what is captured is not seen
     assert tokens_of(llm, prompts) == texts
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
+    counts = llm.engine.extension("drafts").drafting.counts
+    assert counts.failures == 0, counts.last_failure
     assert agree(seen[::6], mtp_checkpoints.Expected(path, family), 128) > 0.95  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_captured_multi_token_prediction_layers_draft_as_eager_ones(
             **settings,
             **{"drafter.name": "mtp", "drafter.tokens": 3, "drafter.adaptive": False, "drafter.graphs": captured},
         )
-        drafting = llm.engine.drafting
+        drafting = llm.engine.extension("drafts").drafting
         assert drafting is not None
         assert (drafting.graphs is not None) == captured
         proposals, ask = list[torch.Tensor](), drafting.ask
@@ -120,7 +120,7 @@ def test_captured_drafts_are_the_eager_ones(kind: str, requests: int) -> None:
             **settings,
             **{"drafter.name": kind, "drafter.tokens": 4, "drafter.adaptive": False, "drafter.graphs": captured},
         )
-        drafting = llm.engine.drafting
+        drafting = llm.engine.extension("drafts").drafting
         assert drafting is not None
         assert (drafting.graphs is not None) == captured
         replays = 0

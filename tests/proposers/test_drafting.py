@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.batch.rejections import Rejections
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
-from slotline.core.speculation.verification import reject, standing
+from slotline.proposers.speculation.rejections import Rejections
+from slotline.proposers.speculation.verification import reject, standing
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import ConfigError, NegotiationError, PluginNotFoundError
 
@@ -70,7 +70,7 @@ class Guided:
 @contextmanager
 def drafted_by(llm: LLM, drafter: Any) -> Iterator[None]:
     """The engine with another drafter in its slot."""
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     before, drafting.drafter = drafting.drafter, drafter
     drafting.counts.failures = 0
@@ -135,7 +135,7 @@ def test_sampled_text_is_the_same_as_without_drafts(tiny: Tiny, engines: Engines
     expected = tokens_of(plain, prompts, params)
     with drafted_by(llm, guided(prompts, expected)):
         assert tokens_of(llm, prompts, params) == expected
-        assert llm.engine.drafting.counts.accepted > 0
+        assert llm.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 def test_processors_see_each_draft_position(tiny: Tiny, engines: Engines) -> None:
@@ -248,9 +248,9 @@ def test_a_new_proposal_forgets_the_drafts_of_requests_that_waited(tiny: Tiny, e
         llm.engine.step()
         rows = [request.row for request in requests]
         assert llm.engine.rows.num_drafts[rows].tolist() == [3, 3]
-        llm.engine.drafting.propose(np.array(rows[:1]), None)
+        llm.engine.extension("drafts").drafting.propose(np.array(rows[:1]), None)
         assert llm.engine.rows.num_drafts[rows].tolist() == [3, 0]
-        llm.engine.drafting.drafter = Rogue("propose")
+        llm.engine.extension("drafts").drafting.drafter = Rogue("propose")
         llm.engine.step()
         assert llm.engine.rows.num_drafts[rows].tolist() == [0, 0]
         run_all(llm)
@@ -261,7 +261,7 @@ def test_acceptance_is_counted(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **NGRAM)
     prompts = random_prompts((9,), seed=2)
     text = tokens_of(llm, prompts)[0]
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     before = (drafting.counts.steps, drafting.counts.proposed, drafting.counts.accepted)
     with drafted_by(llm, guided(prompts, [text], 1.0)), recorded(llm) as schedules:
         assert tokens_of(llm, prompts) == [text]
@@ -332,7 +332,7 @@ def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
     expected = tokens_of(plain, prompts)
     with drafted_by(llm, Rogue(what)):
         assert tokens_of(llm, prompts) == expected
-        assert llm.engine.drafting.counts.failures > 0
+        assert llm.engine.extension("drafts").drafting.counts.failures > 0
     assert [r.message for r in caplog.records if "drafter:" in r.message]
 
 
@@ -482,6 +482,6 @@ def test_the_ngram_drafter_guesses_text_that_repeats(tiny: Tiny, engines: Engine
     llm = engines(tiny("llama"), **NGRAM)
     prompts = [[5, 6, 7, 8] * 8]
     bias = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias={5: 100.0})
-    before = llm.engine.drafting.counts.accepted
+    before = llm.engine.extension("drafts").drafting.counts.accepted
     assert tokens_of(llm, prompts, bias) == [[5] * 20]
-    assert llm.engine.drafting.counts.accepted - before >= 8
+    assert llm.engine.extension("drafts").drafting.counts.accepted - before >= 8

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
-from slotline.core.speculation.verification import standing
+from slotline.proposers.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
+from slotline.proposers.speculation.verification import standing
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.backends.cuda.triton_drafts import find_stood_triton, keep_drafts_triton
@@ -75,7 +75,7 @@ def test_the_drafts_that_stand_are_those_that_the_host_will_find(
             result = find_accepted(
                 on_the_device(sampled), given_drafts, packed, on_the_device(rows), places, *went_in, own
             )
-        found.append([t.cpu().tolist() for t in (*result, own.tokens, own.fallen)])
+        found.append([t.cpu().tolist() for t in (*result, own.tokens, own.rejected)])
     last, newest, positions_found, fallen, previous, *_ = found[0]
     assert last == (first + stood).tolist()
     assert newest == np.maximum(sampled[first + stood], 0).tolist()

@@ -55,7 +55,7 @@ def settings_of(path: Path, kind: str, tokens: int = 4) -> dict[str, Any]:
 
 def watch(llm: LLM) -> list[tuple[list[int], list[int]]]:
     """Every proposal from now on: the tokens that were known, and the drafts behind them."""
-    drafting, seen = llm.engine.drafting, list[tuple[list[int], list[int]]]()
+    drafting, seen = llm.engine.extension("drafts").drafting, list[tuple[list[int], list[int]]]()
     assert drafting is not None
     drafting.counts.failures = 0
     original = type(drafting.drafter).propose
@@ -95,7 +95,7 @@ def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     llm = engines(path, **{**settings_of(head, kind), **settings})
     prompts, seen = random_prompts(LENGTHS, seed=3), watch(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert len(seen) > 50
     assert agree(seen, Expected(head, path, kind)) == 1
 
@@ -108,7 +108,7 @@ def test_its_layers_go_beside_any_models(tiny: Tiny, engines: Engines, folder: A
     llm = engines(path, **settings_of(head, "eagle"), max_num_batched_tokens=24)
     prompts, seen = random_prompts(LENGTHS, seed=3), watch(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert agree(seen[::2], Expected(head, path, "eagle")) == 1
 
 
@@ -186,7 +186,7 @@ def test_texts_up_to_the_longest_are_the_same_for_any_number_of_drafts(
     llm = engines(path, **settings_of(folder("llama", kind), kind, tokens))
     prompts, params = random_prompts((50, 60, 63, 9), seed=6), SamplingParams(temperature=0, ignore_eos=True)
     assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,8 +213,8 @@ def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) 
     )
     texts = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == texts
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.acceptance_length >= least
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.acceptance_length >= least
 
 
 # ---- the network
@@ -313,7 +313,7 @@ def test_the_layers_that_a_folder_names_are_read_in_its_order_and_else_the_usual
         del config["eagle_config"]
         (head / "config.json").write_text(json.dumps(config))
     llm = LLM(path, device="cpu", max_model_len=64, **settings_of(head, "eagle3"))
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.taps is not None
     assert drafting.drafter.layer_ids == tuple(read)  # type: ignore[attr-defined]
@@ -416,4 +416,4 @@ def test_a_folder_beside_the_models_weights_needs_no_path(tiny: Tiny, tmp_path: 
         **{"drafter.name": "eagle3", "drafter.tokens": 2, "drafter.adaptive": False},
     )
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids) == 20
-    assert llm.engine.drafting.counts.proposed > 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.proposed > 0

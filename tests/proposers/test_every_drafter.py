@@ -73,7 +73,7 @@ def test_greedy_texts_are_those_without_a_drafter(
     requests = [add(llm, str(i), p, each) for i, (p, each) in enumerate(zip(prompts, params, strict=True))]
     run_all(llm)
     assert [r.output_token_ids for r in requests] == expected
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.counts.failures == 0
     assert drafting.counts.proposed > 0 or name == "grammar"  # which drafts where a grammar forces tokens

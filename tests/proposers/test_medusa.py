@@ -123,8 +123,8 @@ def test_texts_are_the_same_with_it(
     ):
         for _ in range(2):  # the second time with cached prefixes
             assert tokens_of(llm, prompts, params) == tokens_of(plain, prompts, params)
-    assert llm.engine.drafting.counts.accepted > 10
-    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 10
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 @pytest.mark.parametrize(("offer", "made"), [(descriptor, MedusaDrafter), (tree_descriptor, MedusaTreeDrafter)])
@@ -252,8 +252,8 @@ def test_texts_are_the_same_with_the_tree(tiny: Tiny, engines: Engines, tmp_path
         SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, presence_penalty=0.5),
     ):
         assert tokens_of(llm, prompts, params) == tokens_of(plain, prompts, params)
-    assert llm.engine.drafting.counts.accepted > 10
-    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 10
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
     (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == ("tree" if backend == "torch" else "chain")
 

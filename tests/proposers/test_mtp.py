@@ -51,7 +51,7 @@ def test_the_layer_drafts_from_its_cache_what_its_formula_says(
     llm = engines(path, **{**settings_of(), **settings})
     prompts, seen = random_prompts(LENGTHS, seed=3), watch(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert len(seen) > 50
     assert agree(seen[::3], Expected(path, family)) == 1  # type: ignore[arg-type]
 
@@ -90,18 +90,18 @@ def test_sampled_texts_are_the_same(engines: Engines, folder: Any, family: str, 
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True)
     llm = engines(path, **settings_of(), **{"scheduler.async": asynchronous})
     assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 def test_what_is_kept_in_float32_stays_so(engines: Engines, folder: Any) -> None:
     """The bias that chooses experts decides between scores that bfloat16 cannot tell apart."""
     llm = engines(folder("deepseek_v3"), **settings_of(2), dtype="bfloat16")
-    head = llm.engine.drafting.drafter._head  # type: ignore[union-attr]
+    head = llm.engine.extension("drafts").drafting.drafter._head
     dtypes = {name: tensor.dtype for name, tensor in head.state_dict().items()}
     assert dtypes.pop("layer.mlp.gate.e_score_correction_bias") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
     tokens_of(llm, random_prompts(LENGTHS, seed=2))
-    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 # ---- where the tensors lie

@@ -16,8 +16,8 @@ from head_folders import Expected
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.batch.hidden_states import HiddenStates
-from slotline.core.speculation.async_spec_decode import Proposal
+from slotline.proposers.speculation.async_spec_decode import Proposal
+from slotline.proposers.speculation.hidden_states import HiddenStates
 from slotline.registry.errors import NegotiationError
 from tests.engine.test_asynchronous import PARAMS, seen
 from tests.engine.test_engine_equality import pool_of
@@ -47,13 +47,13 @@ def nothing_foreseen() -> Iterator[None]:
 
 def foresee(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> None:
     """Tell the engine's drafter what will come."""
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     type(drafting.drafter).texts = {tuple(p): p + t for p, t in zip(prompts, texts, strict=True)}  # type: ignore[attr-defined]
 
 
 def accepted(llm: LLM) -> int:
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.counts.failures == 0, drafting.counts.last_failure
     return drafting.counts.accepted
@@ -97,7 +97,11 @@ def test_requests_that_are_about_to_end_leave_a_batch_uniform(
     llm = engines(path, **{**settings, "drafter.tokens": 3, "scheduler.async": asynchronous})
     if kind == "foreseeing":
         foresee(llm, prompts, expected)
-    drafting, schedule, counts = llm.engine.drafting, llm.engine.scheduler.schedule, list[list[int]]()
+    drafting, schedule, counts = (
+        llm.engine.extension("drafts").drafting,
+        llm.engine.scheduler.schedule,
+        list[list[int]](),
+    )
     assert drafting is not None
     monkeypatch.setattr(drafting, "uniform", True)
 
@@ -214,7 +218,7 @@ def test_what_a_drafter_says_wrongly_costs_drafts_alone(tiny: Tiny, engines: Eng
     path = tiny("llama")
     llm, expected = engines(path, **SMALL, **OVERLAPPED), tokens_of(engines(path), PROMPTS)
     foresee(llm, PROMPTS, [[token + 9000 * (i % 5 == 0) for i, token in enumerate(text)] for text in expected])
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert tokens_of(llm, PROMPTS) == expected
     assert drafting.counts.failures > 0
@@ -239,7 +243,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
     llm = engines(path, **OVERLAPPED)
     foresee(llm, PROMPTS[:1], tokens_of(engines(path), PROMPTS[:1]))
     events: list[str] = []
-    overlap, runner = llm.engine.overlap, llm.engine.runner
+    overlap, runner = llm.engine.extension("drafts").overlap, llm.engine.runner
     assert overlap is not None
     watched = [(runner, "launch"), (runner, "sample"), (runner, "finish"), (overlap, "propose"), (overlap, "place")]
     originals = [getattr(owner, name) for owner, name in watched]
@@ -268,7 +272,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
 
 def drafts_placed(llm: LLM) -> list[tuple[list[int], list[int]]]:
     """From now on, all tokens that were known, and the drafts that stand behind them."""
-    overlap, rows, found = llm.engine.overlap, llm.engine.rows, list[tuple[list[int], list[int]]]()
+    overlap, rows, found = llm.engine.extension("drafts").overlap, llm.engine.rows, list[tuple[list[int], list[int]]]()
     assert overlap is not None
     original = type(overlap).place
 
@@ -330,7 +334,7 @@ def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny
     requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
     run_all(llm)
     assert [request.output_token_ids for request in requests] == tokens_of(engines(path), prompts)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     assert drafting.counts.failures == 0
     share = drafting.counts.accepted / drafting.counts.proposed
@@ -358,8 +362,8 @@ def test_the_shipped_heads_draft_as_well_as_in_steps_that_do_not_overlap(kind: s
     for asynchronous in (False, True):
         llm = LLM(device="cpu", **shared, **{"scheduler.async": asynchronous})
         texts.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
-        assert llm.engine.drafting is not None
-        counts = llm.engine.drafting.counts
+        assert llm.engine.extension("drafts") is not None
+        counts = llm.engine.extension("drafts").drafting.counts
         shares.append(counts.accepted / counts.proposed)
     assert texts[0] == texts[1]
     assert np.isclose(*shares, rtol=0.1)

@@ -54,7 +54,7 @@ def test_the_text_is_the_same_and_as_many_drafts_stand(kind: str, mode: str) -> 
         assert llm.engine.asynchronous == (asynchronous == "auto")
         both = [params for params in PARAMS for _ in range(2)]  # the second time from cached prefixes
         found.append([[o.outputs[0].token_ids for o in llm.generate(prompts(), params)] for params in both])
-        drafting = llm.engine.drafting
+        drafting = llm.engine.extension("drafts").drafting
         assert drafting is not None
         assert drafting.counts.failures == 0, drafting.counts.last_failure
         lengths.append(drafting.counts.acceptance_length)
@@ -76,8 +76,8 @@ def test_a_step_waits_for_the_one_before_and_for_nothing_else(kind: str) -> None
             llm.engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
+    counts = llm.engine.extension("drafts").drafting.counts
+    assert counts.failures == 0, counts.last_failure
 
 
 def test_a_step_with_drafts_is_known_to_take_longer_though_the_host_waits_for_it_in_the_next() -> None:
@@ -94,8 +94,8 @@ def test_a_step_with_drafts_is_known_to_take_longer_though_the_host_waits_for_it
     model.forward = slow
     long = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     llm.generate(prompts()[:1], long)  # kernels are compiled in its steps
-    assert llm.engine.drafting is not None
-    counts = llm.engine.drafting.counts
+    assert llm.engine.extension("drafts") is not None
+    counts = llm.engine.extension("drafts").drafting.counts
     counts.decodes, counts.decode_seconds = {True: 0, False: 0}, {True: 0.0, False: 0.0}
     llm.generate(prompts()[:1], long)
     assert min(counts.decodes.values()) > 1
@@ -113,10 +113,10 @@ def test_states_go_back_to_what_stood(family: str, tmp_path: Path) -> None:
     llm = LLM(
         path, **settings, **drafter, **{"drafter.name": "foreseeing", "drafter.tokens": 3, "drafter.adaptive": False}
     )
-    assert llm.engine.overlap is not None
-    foreseeing = type(llm.engine.overlap._drafting.drafter)
+    assert llm.engine.extension("drafts").overlap is not None
+    foreseeing = type(llm.engine.extension("drafts").overlap._drafting.drafter)
     assert foreseeing.__name__ == Foreseeing.__name__
     foreseeing.texts = {tuple(p): p + t for p, t in zip(prompts, expected, strict=True)}  # type: ignore[attr-defined]
     assert tokens_of(llm, prompts, GREEDY) == expected
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.accepted > 20
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 20

@@ -125,7 +125,7 @@ def test_a_text_that_was_generated_before_is_proposed_again(tiny: Tiny, engines:
     plain, llm = engines(tiny("llama")), engines(tiny("llama"), **SUFFIX)
     prompts = random_prompts((9, 14, 5), seed=2)
     expected = tokens_of(plain, prompts)
-    counts = llm.engine.drafting.counts
+    counts = llm.engine.extension("drafts").drafting.counts
     assert tokens_of(llm, prompts) == expected
     first = counts.accepted
     assert tokens_of(llm, prompts) == expected

@@ -68,8 +68,8 @@ def test_a_few_steps_give_a_head_that_serves(
     }
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **more)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 def test_acceptance_is_counted_as_a_chain_would_find_it(heads: Any) -> None:
@@ -111,9 +111,9 @@ def test_medusa_heads_may_have_projections_of_their_own(
     }
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **settings)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
-    assert llm.engine.drafting is not None
-    assert llm.engine.drafting.counts.failures == 0
-    assert llm.engine.drafting.counts.proposed > 0
+    assert llm.engine.extension("drafts") is not None
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
+    assert llm.engine.extension("drafts").drafting.counts.proposed > 0
 
 
 def test_texts_come_from_processes_until_they_are_ended_and_prompts_may_have_other_names(

@@ -65,12 +65,12 @@ def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, Ch
     scoring = engines(path, **{"sampling.max_logprobs": VOCAB}, **BATCH)
     law = law_of(scoring, SamplingParams(**SETTINGS[name]))
     llm = engines(path, **{**NGRAM, "drafter.tokens": K}, **BATCH)
-    before = llm.engine.drafting.counts.accepted
-    llm.engine.drafting.uniform = how == "filled up"  # as where batches with drafts are captured
+    before = llm.engine.extension("drafts").drafting.counts.accepted
+    llm.engine.extension("drafts").drafting.uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
         result = against(llm, law, SETTINGS[name])
-    assert llm.engine.drafting.counts.failures == 0
-    return llm.engine.drafting.counts.accepted - before, result
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
+    return llm.engine.extension("drafts").drafting.counts.accepted - before, result
 
 
 @pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
@@ -119,12 +119,12 @@ def test_hundreds_of_greedy_texts_are_the_same(tiny: Tiny, engines: Engines, tok
     expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
     drafter = guided(prompts, expected, rng.choice((0.5, 0.8)))
     drafter.num_tokens = tokens
-    accepted = llm.engine.drafting.counts.accepted
+    accepted = llm.engine.extension("drafts").drafting.counts.accepted
     with drafted_by(llm, drafter):
         requests = [add(llm, str(i), p, each) for i, (p, each) in enumerate(zip(prompts, params, strict=True))]
         run_all(llm)
     assert [r.output_token_ids for r in requests] == expected
-    assert llm.engine.drafting.counts.accepted > accepted
+    assert llm.engine.extension("drafts").drafting.counts.accepted > accepted
     assert sum(r.metrics.num_preemptions for r in requests) > 0
     assert sum(r.metrics.num_cached_tokens > 0 for r in requests) > 5
 
@@ -132,7 +132,7 @@ def test_hundreds_of_greedy_texts_are_the_same(tiny: Tiny, engines: Engines, tok
 def test_drafts_that_are_filled_up_make_uniform_batches_and_the_same_texts(tiny: Tiny, engines: Engines) -> None:
     plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM)
     prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected, before = tokens_of(plain, prompts, params), drafting.counts.proposed
         drafting.uniform = True
@@ -178,8 +178,9 @@ def test_a_failure_in_the_middle_of_a_run_is_told_and_costs_one_proposal(
             rows = [request.row for request in requests if request.row >= 0]
             sizes.append(llm.engine.rows.num_drafts[rows].tolist())
     assert [request.output_token_ids for request in requests] == expected
-    assert llm.engine.drafting.counts.failures == lost
-    assert ("lost its way" if what == "raises" else "384") in llm.engine.drafting.counts.last_failure
+    counts = llm.engine.extension("drafts").drafting.counts
+    assert counts.failures == lost
+    assert ("lost its way" if what == "raises" else "384") in counts.last_failure
     assert [r.message for r in caplog.records if "drafter:" in r.message]
     assert sizes[3] == ([0, 0, 0] if what == "raises" else [4, 2, 4])
     assert sizes[4] == [4, 4, 4]

@@ -44,8 +44,8 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
             llm.engine.runner.head.start = _strict(llm.engine.runner.head.start)  # type: ignore[method-assign]
         with drafted_by(llm, OnDevice(how)):
             texts[device] = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
-            assert llm.engine.drafting.counts.accepted > 10
-            assert llm.engine.drafting.counts.failures == 0
+            assert llm.engine.extension("drafts").drafting.counts.accepted > 10
+            assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert texts["cuda"] == texts["cpu"]
 
 

@@ -81,9 +81,9 @@ def test_the_configuration_selects_them_and_the_plan_fits_both_sides(ours: LLM) 
 
 def test_the_text_is_the_built_in_backends(ours: LLM, built_in: list[list[int]]) -> None:
     assert tokens(ours) == built_in
-    assert ours.engine.drafting is not None
-    assert ours.engine.drafting.counts.accepted > 0  # some of it was drafted
-    assert ours.engine.drafting.counts.failures == 0
+    assert ours.engine.extension("drafts") is not None
+    assert ours.engine.extension("drafts").drafting.counts.accepted > 0  # some of it was drafted
+    assert ours.engine.extension("drafts").drafting.counts.failures == 0
 
 
 @pytest.mark.parametrize(

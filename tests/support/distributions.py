@@ -173,7 +173,7 @@ def by_drafter(name: str, folder: Path, tiny: Build, engines: Callable[..., LLM]
     path, settings = drafting_with(name, folder, tiny)
     law = law_of(engines(path, **{"sampling.max_logprobs": VOCAB}, **BATCH), SamplingParams(**SETTINGS["plain"]))
     llm = engines(path, **settings, **BATCH)
-    drafting = llm.engine.drafting
+    drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
     before = drafting.counts.accepted
     result = against(llm, law, SETTINGS["plain"])

@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
         with device_scope(device):
             before = measure_machine(device, llm.plan.dtype)
             runs = timed_runs(llm, work, arguments.runs)
-            drafts = drafts_report(llm, work, arguments.runs, median_run(runs)) if llm.engine.drafting else None
+            drafts = drafts_report(llm, work, arguments.runs, median_run(runs))
             machine = before.better_of(measure_machine(device, llm.plan.dtype))
         rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
     report = _report(llm, work, runs, machine, rows) | {"drafts": drafts}

@@ -11,13 +11,18 @@ if TYPE_CHECKING:
     from slotline.core.llm.llm import LLM
 
 
-def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, Any]:
-    """Return the drafter's figures over all runs so far, and the speedup of `run` over `count` runs without drafts."""
+def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, Any] | None:
+    """Return the drafter's figures over all runs so far, and the speedup of `run` over `count` runs without drafts.
+
+    None without a drafter.
+    """
     from slotline.cli.bench_run import median_run, timed_runs
 
-    drafting = llm.engine.drafting
-    assert drafting is not None
-    report = drafting.to_json()
+    drafts = llm.engine.extension("drafts")
+    if drafts is None:
+        return None
+    drafting = drafts.drafting
+    report: dict[str, Any] = drafting.to_json()
     drafting.paused = True
     try:
         plain = median_run(timed_runs(llm, work, count))

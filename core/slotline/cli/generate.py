@@ -184,8 +184,9 @@ def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
         report = llm.engine.graphs.report
         yield "graphs, MiB", f"{report.memory / 2**20:,.1f}"
         yield f"graphs of {report.shapes} shapes", f"{report.graphs:,}"
-    if llm.engine.drafting is not None and llm.engine.drafting.graphs is not None:
-        yield "graphs of the drafter, MiB", f"{llm.engine.drafting.graphs.report.memory / 2**20:,.1f}"
+    drafts = llm.engine.extension("drafts")
+    if drafts is not None and drafts.drafting.graphs is not None:
+        yield "graphs of the drafter, MiB", f"{drafts.drafting.graphs.report.memory / 2**20:,.1f}"
     for name, seconds in llm.engine.startup.items():
         yield f"start, {name.replace('_', ' ')}, s", f"{seconds:,.2f}"
 

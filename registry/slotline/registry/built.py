@@ -14,7 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from slotline.registry import contracts
-from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS
+from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS, SPEC_METHODS
 from slotline.registry.contracts.lora import ExtendedLora, SingleLora
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -100,7 +100,7 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
         Kind.EXTENSION: BuiltContract(
             protocol=contracts.StepExtension,
             further=((contracts.FeatureExtension, _always),),
-            optional=dict.fromkeys((*METHODS, *FEATURE_METHODS), _never),  # any of them
+            optional=dict.fromkeys((*METHODS, *FEATURE_METHODS, *SPEC_METHODS), _never),  # any of them
         ),
     }
 )

@@ -327,7 +327,7 @@ def test_drafts_are_verified_with_the_adapter(drafter, engine, oracle):
     more = {"plugins.inline": (inline,), "scheduler.async": True} if drafter == "foreseeing" else {}
     llm = engine(**{"drafter.name": drafter, "drafter.tokens": 3}, **more)
     check(llm, oracle, ["plain", None, "stabilised", "plain"], length=12)
-    assert llm.engine.drafting.counts.proposed > 0
+    assert llm.engine.extension("drafts").drafting.counts.proposed > 0
     assert any("guesses without adapters" in note for note in llm.engine.notes)
 
 

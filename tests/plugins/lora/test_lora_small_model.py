@@ -154,5 +154,5 @@ def test_a_drafter_that_shares_the_output_projection_leaves_an_adapter_s_text_as
         outputs = llm.generate([PROMPT, "class Stack", "def main("], params, lora_request=adapters)
         texts.append([output.outputs[0].token_ids for output in outputs])
     assert texts[0] == texts[1]
-    assert llm.engine.drafting.counts.accepted > 0
-    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0

@@ -159,9 +159,9 @@ def test_drafts_with_a_distribution_do_not_make_a_text_lean_towards_them(engines
     wanted = [SamplingParams(temperature=1.5, seed=i, max_tokens=3, structured_outputs=letters) for i in range(40)]
     expected = [output.outputs[0].token_ids for output in plain.generate(["x ="] * 40, wanted)]
     with drafted_by(llm, HalfBanned(a, z, plain.engine.limits.vocab_size)):
-        accepted = llm.engine.drafting.counts.accepted
+        accepted = llm.engine.extension("drafts").drafting.counts.accepted
         found = [output.outputs[0].token_ids for output in llm.generate(["x ="] * 40, wanted)]
-        assert llm.engine.drafting.counts.accepted > accepted
+        assert llm.engine.extension("drafts").drafting.counts.accepted > accepted
     assert found == expected
 
 
@@ -169,10 +169,10 @@ def test_drafts_with_a_distribution_do_not_make_a_text_lean_towards_them(engines
 def test_drafts_that_repeat_the_prompt_are_taken_where_the_grammar_allows_them(plugin: str, engines: Engines) -> None:
     llm = engine(engines, plugin, "drafted")
     text = '{"name": "aaaaaaaa", "age": 12, "tags": ["a", "bb"]}'
-    before = llm.engine.drafting.counts.accepted
+    before = llm.engine.extension("drafts").drafting.counts.accepted
     (output,) = llm.generate([text * 3], params("json", temperature=0))
     is_person(output.outputs[0].text)
-    assert llm.engine.drafting.counts.accepted > before
+    assert llm.engine.extension("drafts").drafting.counts.accepted > before
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -187,7 +187,7 @@ def test_what_the_grammar_forces_is_computed_in_one_step(plugin: str, engines: E
         steps += 1
     assert request.text[1:] == word
     assert steps < len(request.output_token_ids)
-    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

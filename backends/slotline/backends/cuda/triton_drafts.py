@@ -96,7 +96,7 @@ def find_stood_triton(
     m = on_device.shape[1]
     out = torch.empty(5, m, dtype=torch.int64, device=sampled.device)
     if m:
-        padded = triton.next_power_of_2(1 + table.max_drafts)
+        padded = triton.next_power_of_2(1 + table.max_spec_tokens)
         _find_stood[(m,)](
             sampled.contiguous(),
             sampled if drafts is None else drafts,
@@ -105,7 +105,7 @@ def find_stood_triton(
             input_ids,
             logits_indices,
             table.tokens,
-            table.fallen,
+            table.rejected,
             out,
             m,
             padded=padded,
@@ -119,7 +119,7 @@ def keep_drafts_triton(
     found: torch.Tensor, newest: torch.Tensor, stand_ins: torch.Tensor, table: PlaceholderTokens, vocab_size: int
 ) -> torch.Tensor:
     """Store the drafts for the next step. See `device_verification.keep_drafts`."""
-    (n, columns), drafts = found.shape, table.max_drafts
+    (n, columns), drafts = found.shape, table.max_spec_tokens
     found = found if found.stride(1) == 1 else found.contiguous()
     out = torch.empty(n, columns + drafts, dtype=torch.int64, device=found.device)
     if n:

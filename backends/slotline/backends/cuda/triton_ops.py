@@ -193,8 +193,8 @@ class TritonOps(TorchOps):
 
 class _Placeholders(NamedTuple):
     tokens: torch.Tensor
-    fallen: torch.Tensor
-    max_drafts: int
+    rejected: torch.Tensor
+    max_spec_tokens: int
 
 
 def _are_packed(*tensors: torch.Tensor | None) -> bool:

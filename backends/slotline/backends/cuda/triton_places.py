@@ -13,7 +13,7 @@ import triton.language as tl
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from slotline.core.speculation.draft_attention import Places
+    from slotline.registry.contracts import DraftPlaces as Places
 
 
 @triton.jit

@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 from attrs import field, frozen
 
+from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.batch.step_output import PendingSample, StepOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.registry.contracts import BlockHash, CacheBlock
-from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS
+from slotline.registry.contracts.extension import FEATURE_METHODS, METHODS, SPEC_METHODS
 from slotline.registry.errors import PluginError
 
 Int = npt.NDArray[np.int64]
@@ -23,6 +24,8 @@ Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
 _NO_FIELD = frozenset({"give_back", "outside_steps"})
+_NAMED = frozenset({"captured_inputs", "gather", "keep_states", "take_results"})
+"""Methods whose results are kept under the extension's name."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
 
 
@@ -98,6 +101,16 @@ class Extensions:
     restore: tuple[Callable[[Sequence[Request]], None], ...] = ()
     resume: tuple[Callable[[Request, Sequence[int]], None], ...] = ()
     reset: tuple[Callable[[], None], ...] = ()
+    caches_built: tuple[Callable[..., None], ...] = ()
+    rehearse: tuple[Callable[[StepOutput], None], ...] = ()
+    capture_graphs: tuple[Callable[..., None], ...] = ()
+    arrange_spec_tokens: tuple[Callable[[InputBatchCPU], InputBatchCPU], ...] = ()
+    take_results: tuple[tuple[str, Callable[[], torch.Tensor | None]], ...] = ()
+    settle_step: tuple[Callable[[ForwardOutput, SchedulerOutput, Int], tuple[ForwardOutput, SchedulerOutput]], ...] = ()
+    wants_final_logits: tuple[Callable[[ModelInputs], bool], ...] = ()
+    keep_states: tuple[tuple[str, Callable[[ForwardOutput, torch.Tensor], Any]], ...] = ()
+    extend_pending: tuple[Callable[[PendingSample], PendingSample], ...] = ()
+    accept_tokens: tuple[Callable[[PendingSample, Int], tuple[Int, Int | None]], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
 
     @classmethod
@@ -110,9 +123,11 @@ class Extensions:
         """
 
         def bound(method: str) -> tuple[Any, ...]:
-            found = [(label, getattr(one, method, None)) for _, label, one in built]
+            found = [(name, label, getattr(one, method, None)) for name, label, one in built]
             checked = _CHECKED.get(method)
-            return tuple(call if checked is None else checked(call, label) for label, call in found if call is not None)
+            return tuple(
+                call if checked is None else checked(call, label) for _, label, call in found if call is not None
+            )
 
         def named(method: str) -> tuple[Any, ...]:
             return tuple((name, getattr(one, method)) for name, _, one in built if hasattr(one, method))
@@ -122,12 +137,19 @@ class Extensions:
                 (getattr(one, method), getattr(one, back, _nothing)) for _, _, one in built if hasattr(one, method)
             )
 
-        methods = {method: bound(method) for method in (*METHODS, *FEATURE_METHODS) if method not in _NO_FIELD}
-        methods |= {method: named(method) for method in ("gather", "captured_inputs")}
+        methods = {
+            method: bound(method) for method in (*METHODS, *FEATURE_METHODS, *SPEC_METHODS) if method not in _NO_FIELD
+        }
+        methods |= {method: named(method) for method in _NAMED}
         methods |= {"enter": paired("enter", "leave"), "acquire": paired("acquire", "give_back")}
         for last_first in ("limit_tokens", "limit_prompt"):
             methods[last_first] = methods[last_first][::-1]
         return cls(named={name: one for name, _, one in built}, inputs=inputs, **methods)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Return what a forward pass left for extensions, by name."""
+        found = ((name, take()) for name, take in self.take_results)
+        return {name: result for name, result in found if result is not None}
 
     def all_linked(self, request: Request) -> list[Request]:
         """Return the other requests that are admitted, preempted and ended together with a request."""

@@ -27,8 +27,8 @@ class InputBatchCPU:
         fixed_lens: [num_requests] int64, keys of each in groups whose keys are all there from its first step on.
         input_ids, positions: [num_tokens] int64, padded to the shape's tokens, as are `slots` [num_tokens] int64 by
             cache group.
-        logits_indices, logits_rows, draft_nodes: [num_logits] int64, as in `ModelInputs`.
-        num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes. None for no tree.
+        logits_indices, logits_rows, spec_positions: [num_logits] int64, as in `ModelInputs`, as are `spec_paths` and
+            `num_verified`.
         num_decodes: leading requests with one token.
         prefixes: tokens of the common prefixes to serve apart, by cache group, empty for none.
         cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
@@ -52,11 +52,12 @@ class InputBatchCPU:
     slots: list[Int]
     logits_indices: Int
     logits_rows: Int
-    draft_nodes: Int | None
-    num_nodes: Int | None
     num_decodes: int
     prefixes: Sequence[int]
     cuts_wanted: bool = False
+    spec_positions: Int | None = None
+    spec_paths: Int | None = None
+    num_verified: Int | None = None
     pending: npt.NDArray[np.bool_] | None = None
     token_rows: Int = field()
     variant: int = 0

@@ -10,11 +10,9 @@ import numpy.typing as npt
 import torch
 from attrs import field, frozen
 
-from slotline.core.batch.draft_tree import DraftTree
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.logprobs import ScoredPlaces
-from slotline.core.batch.rejections import Rejections
 from slotline.core.batch.sampling_metadata import SamplingMetadata
 from slotline.registry.contracts import AttentionBatch
 
@@ -28,21 +26,19 @@ class ModelInputs:
     Attributes:
         rows: [num_requests] int64, permanent rows in batch order.
         num_scheduled: [num_requests] int64.
-        pending: [num_requests] bool, requests whose drafts are verified by a step in flight. Their lengths and places
-            on the host are upper bounds. None if all are exact.
+        pending: [num_requests] bool, requests whose tokens a step in flight verifies. Their lengths and places on the
+            host are upper bounds. None if all are exact.
         num_tokens: tokens without padding. `num_padded_tokens` includes it.
         input_ids, positions: [num_padded_tokens] int64 on the device, with several stages on that of the first.
         logits_indices: [num_logits] int64 on the device, with several stages on that of the last: the last token of
-            each request whose known tokens are all computed by this step, and each of its drafts. Other requests are
-            mid-prompt and sample nothing. `logits_indices_cpu` is the same on the host.
+            each request whose known tokens are all computed by this step, and each token after them that it verifies.
+            Other requests are mid-prompt and sample nothing. `logits_indices_cpu` is the same on the host.
         logits_rows: [num_logits] int64, the permanent rows of the logits.
-        draft_positions: [num_logits] int64, drafts that each assumes: 0 for the last known token, 1 for the first draft
-            and so on. None without drafts.
-        draft_nodes: [num_logits] int64, 0 for the last known token, then 1 + the node of the tree that each follows.
-            For a chain it equals `draft_positions`.
-        tree: the form of the drafts, None for chains.
-        drafts: [num_logits] int64, the draft that each verifies, -1 after a request's last draft. None without drafts.
-        rejections: the drafts that rejection sampling decides. None for none.
+        spec_positions: [num_logits] int64, the verified tokens that each assumes: 0 after the last known token, 1 after
+            the first one to verify, and so on. None if the step verifies none.
+        spec_paths: [num_logits, most] int64, the indices of these tokens among the row's, in order, then -1. None if
+            each assumes the first ones.
+        num_verified: [num_sampling] int64, the tokens that each request that samples verifies. None for none.
         query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included.
             `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 are on the host.
         batches: the attention inputs, by cache group. Then for each later stage those of the cache groups it reads.
@@ -70,11 +66,6 @@ class ModelInputs:
     logits_indices: torch.Tensor
     logits_indices_cpu: Int
     logits_rows: Int
-    draft_positions: Int | None
-    draft_nodes: Int | None
-    tree: DraftTree | None
-    drafts: Int | None
-    rejections: Rejections | None
     query_start_loc: torch.Tensor
     query_start_loc_cpu: npt.NDArray[np.int32]
     seq_lens_cpu: npt.NDArray[np.int32]
@@ -87,6 +78,9 @@ class ModelInputs:
     embeds: torch.Tensor | None = None
     wanted: FastPrefillBatch | None = None
     pending: npt.NDArray[np.bool_] | None = None
+    spec_positions: Int | None = None
+    spec_paths: Int | None = None
+    num_verified: Int | None = None
     extras: Mapping[str, Any] = field(factory=dict)
     made_up: bool = False
 

@@ -2,11 +2,11 @@
 
 Under asynchronous scheduling a step is prepared while the previous step still runs. Its input tokens are then
 stand-ins, numbers from `vocab_size` on, and a table on the device turns every id into a token: an ordinary one into
-itself, a stand-in into the token that the row sampled last, or into one of the drafts after it. One lookup, the same in
-every step, so that graphs can hold it.
+itself, a stand-in into the token that the row sampled last, or into one of the tokens to verify after it. One lookup,
+the same in every step, so that graphs can hold it.
 
-With drafts the host does not know either how many tokens the row got. It counts the possible ones, and the device keeps
-the number of those that are missing.
+If steps verify tokens, the host does not know either how many tokens the row got. It counts the possible ones, and the
+device keeps the number of those that are missing.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class PlaceholderTokens:
 
     Attributes:
         ops: operations of the device that the table lies on.
-        tokens: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device, the token that each id means.
-        max_drafts: most drafts of a row, 0 without drafts.
-        fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that were rejected. The last
-            entry is 0, for rows whose tokens are known.
+        tokens: [vocab_size + max_requests * (1 + max_spec_tokens)] int64 on the device, the token that each id means.
+        max_spec_tokens: most tokens of a row that a step verifies, 0 if it verifies none.
+        rejected: [max_requests + 1] int64 on the device, tokens that each row's last step rejected. The last entry is
+            0, for rows whose tokens are known.
     """
 
     def __init__(
-        self, vocab_size: int, max_requests: int, device: str, max_drafts: int = 0, ops: DeviceOps | None = None
+        self, vocab_size: int, max_requests: int, device: str, max_spec_tokens: int = 0, ops: DeviceOps | None = None
     ) -> None:
         self.ops: DeviceOps = ops or TorchOps()
-        self.max_drafts = max_drafts
-        self.fallen = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
+        self.max_spec_tokens = max_spec_tokens
+        self.rejected = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self.tokens = torch.arange(vocab_size + max_requests * (1 + max_drafts), device=device)
+        self.tokens = torch.arange(vocab_size + max_requests * (1 + max_spec_tokens), device=device)
         self.tokens[vocab_size:] = 0  # rows that never sampled: a valid token all the same
 
     def stand_ins(self, rows: Int) -> Int:
-        """Return the placeholder ids of the next tokens of `rows` [n]. That of draft j is j + 1 more."""
-        return rows * (1 + self.max_drafts) + self._vocab_size
+        """Return the placeholder ids of the next tokens of `rows` [n]. Token j to verify after one has j + 1 more."""
+        return rows * (1 + self.max_spec_tokens) + self._vocab_size
 
     def resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens [num_tokens] int64 of ids and placeholder ids [num_tokens]."""
@@ -53,8 +53,3 @@ class PlaceholderTokens:
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on any device."""
         self.tokens.scatter_(0, stand_ins, tokens.to(self.tokens.device, non_blocking=True))
-
-    def record_drafts(self, stand_ins: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Keep the drafts [n, max_drafts] int64 that follow the tokens of `stand_ins` [n] int64."""
-        places = torch.arange(1, 1 + self.max_drafts, device=stand_ins.device)
-        self.tokens[stand_ins[:, None] + places] = drafts

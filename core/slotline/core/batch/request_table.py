@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from slotline.core.batch.draft_tree import DraftTree
 from slotline.core.batch.request import Request
 from slotline.registry.errors import IntegrityError
 
@@ -66,7 +66,7 @@ class RequestTable:
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_guesses = np.zeros(max_requests, np.int64)
         self.forced = np.zeros(max_requests, bool)
-        self.tree: DraftTree | None = None
+        self.tree: Any = None
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)

@@ -44,12 +44,12 @@ class SamplingMetadata:
         return not self.temperature.any()
 
     @classmethod
-    def gather(cls, rows: RequestTable, which: Int, draft_positions: Int | None = None) -> SamplingMetadata:
-        """Gather the parameters of the permanent rows `which`, each after the drafts in `draft_positions`."""
+    def gather(cls, rows: RequestTable, which: Int, spec_positions: Int | None = None) -> SamplingMetadata:
+        """Gather the parameters of the permanent rows `which`, each after the tokens to verify in `spec_positions`."""
         known = rows.num_tokens[which]
         return cls(
             rows=which,
-            positions=known if draft_positions is None else known + draft_positions,
+            positions=known if spec_positions is None else known + spec_positions,
             temperature=rows.temperature[which],
             top_k=rows.top_k[which],
             top_p=rows.top_p[which],

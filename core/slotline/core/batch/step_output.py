@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ from attrs import evolve, field, frozen
 
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
-from slotline.core.batch.draft_tree import DraftTree
-from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
 from slotline.core.batch.logprobs import PendingLogprobs
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import SamplingMetadata
@@ -30,7 +29,7 @@ class ForwardOutput:
         attend: as planned for it.
         hidden: [num_padded_tokens, hidden_size], or only of the wanted tokens.
         logits: of the same tokens, if a graph computes them.
-        layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
+        extras: [num_padded_tokens, ...] each, what `take_results` of extensions returned, by the extension's name.
         whole: whether hidden states of all tokens are wanted, for instance to score a prompt's tokens.
     """
 
@@ -38,7 +37,7 @@ class ForwardOutput:
     attend: Attend
     hidden: torch.Tensor
     logits: torch.Tensor | None
-    layers: torch.Tensor | None
+    extras: Mapping[str, torch.Tensor]
     whole: bool
 
 
@@ -47,13 +46,11 @@ class PendingSample:
     """Tokens that the device may still be sampling. The host has not read or waited for any of them.
 
     Attributes:
-        batch: of the logits rows, with their `draft_positions` [n], None without drafts.
-        drafts: [n] int64, the draft at each place, -1 after a request's last draft. None without drafts.
-        tree, draft_nodes: as in `ModelInputs`. With a tree `drafts` are those of the nodes.
+        batch: of the logits rows.
+        spec_positions: [n] int64, as in `ModelInputs`.
         tokens: [n] int64 on their way to the host. `sampled` are the same on the device, with the negative marks of
             `Processed.mark`.
-        guesses: [n] int64, the number of drafts of each row that its drafter proposed.
-        states: of the logits rows, if a drafter reads any. `computed` are those of all tokens, if it reads them.
+        extras: what `keep_states` of extensions returned, by the extension's name.
         num_nans: [n] int64 on their way to the host, if they are counted.
         logprobs: on their way to the host, if requested.
         prompt_logprobs: as in `StepOutput`.
@@ -61,23 +58,14 @@ class PendingSample:
     """
 
     batch: SamplingMetadata
-    draft_positions: Int | None
-    drafts: Int | None
+    spec_positions: Int | None
     tokens: Download
     sampled: torch.Tensor
-    guesses: Int
-    tree: DraftTree | None = None
-    draft_nodes: Int | None = None
-    states: HiddenStates | None = None
-    computed: ComputedStates | None = None
+    extras: Mapping[str, Any] = field(factory=dict)
     num_nans: Download | None = None
     logprobs: PendingLogprobs | None = None
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     errors: dict[int, str] = field(factory=dict)
-
-    def without_states(self) -> PendingSample:
-        """Return the same without what a drafter has read of the model."""
-        return self if self.states is None and self.computed is None else evolve(self, states=None, computed=None)
 
 
 @frozen(kw_only=True, eq=False)
@@ -87,10 +75,11 @@ class StepOutput:
     Attributes:
         rows: [n] int64, permanent rows that got a token, once for each token, a row's tokens in order.
         token_ids: [n] int32.
-        draft_positions: [n] int64, the number of each token among its row's tokens in this step. None without drafts.
-        num_kept: [n] int64, drafts up to each token whose keys and values count as computed: all of a chain.
-        hidden_states: of each distinct row's last accepted position, if a drafter reads any. `computed` are those of
-            all tokens, if it reads them.
+        places: [n] int64, the logits row of each token. None if they are all, in order.
+        spec_positions: [n] int64, the number of each token among its row's tokens in this step. None if no step could
+            give a row several.
+        num_kept: [n] int64, verified tokens up to each token whose keys and values count as computed. None for all.
+        extras: as in `PendingSample`.
         logprobs: by row, an entry for each token, if requested.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
@@ -101,10 +90,10 @@ class StepOutput:
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
     token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
-    draft_positions: Int | None = None
+    places: Int | None = None
+    spec_positions: Int | None = None
     num_kept: Int | None = None
-    hidden_states: HiddenStates | None = None
-    computed: ComputedStates | None = None
+    extras: Mapping[str, Any] = field(factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     num_nans: dict[int, int] = field(factory=dict)
@@ -122,7 +111,8 @@ class StepOutput:
             self,
             rows=self.rows[kept],
             token_ids=self.token_ids[kept],
-            draft_positions=None if self.draft_positions is None else self.draft_positions[kept],
+            places=None if self.places is None else self.places[kept],
+            spec_positions=None if self.spec_positions is None else self.spec_positions[kept],
             num_kept=None if self.num_kept is None else self.num_kept[kept],
             logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
             prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
@@ -134,9 +124,9 @@ class StepOutput:
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
         """Yield distinct rows with a token of each: the first tokens of all, then the second ones, and so on."""
-        if self.draft_positions is None:
+        if self.spec_positions is None:
             yield self.rows, self.token_ids
             return
-        for position in range(int(self.draft_positions.max(initial=0)) + 1):
-            own = self.draft_positions == position
+        for position in range(int(self.spec_positions.max(initial=0)) + 1):
+            own = self.spec_positions == position
             yield self.rows[own], self.token_ids[own]

@@ -94,8 +94,7 @@ def _forward(runner: ModelRunner, inputs: ModelInputs, broken: Container[str], r
     """Compute a planned step's logits."""
     attend = runner.router.breaking(broken, recorder.cut)
     hidden = runner.forward(inputs, attend, inputs.logits_indices)
-    if runner.taps is not None:
-        runner.taps.take()
+    runner.extensions.results()
     runner.model.compute_logits(hidden)
 
 

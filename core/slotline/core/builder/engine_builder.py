@@ -10,9 +10,8 @@ from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.device_checks import check_operations
-from slotline.core.builder.drafter import build_drafting
 from slotline.core.builder.extensions import build_extensions
-from slotline.core.builder.graphs import build_graphs
+from slotline.core.builder.graphs import build_graphs, num_spec_tokens
 from slotline.core.builder.layer_groups import LayerGroupBuilder
 from slotline.core.builder.parts import CacheMemory, Parts
 from slotline.core.builder.placement import device_memory, later_feeds
@@ -42,8 +41,6 @@ from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.core.speculation.async_spec_decode import AsyncSpecDecode
-from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.planner.plan import Planned, make_plan
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
@@ -135,6 +132,7 @@ class EngineBuilder:
         tokenizer = load_tokenizer(planned)
         processors = build_processors(planned, rows, tokenizer)
         checks = OutputChecks(strict=False) if config.observability.check_integrity else None
+        last_tokens = self._last_tokens(rows)
         parts = Parts(
             planned=planned,
             model=model,
@@ -143,6 +141,7 @@ class EngineBuilder:
             tokenizer=tokenizer,
             processors=tuple(processors),
             profiler=profiler,
+            last_tokens=last_tokens,
             named={},
             checks=checks,
         )
@@ -151,8 +150,9 @@ class EngineBuilder:
         pipeline = build_pipeline(planned, rows, processors, extensions)
         attention = self.groups.attention_groups(extensions.named.get("kv_scales"))
         cascade = self.groups.common_prefixes(attention, extensions.named.get("cascade"))
-        drafting = build_drafting(evolve(parts, named=extensions.named))
-        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, extensions)
+        gatherer, runner = self._runner(
+            model, rows, groups, attention, specs, pipeline, profiler, last_tokens, extensions
+        )
         first, known = Warmup(planned, gatherer, runner), len(self.kernels)
         first.listen()
         if planned.task == "generate":
@@ -165,7 +165,9 @@ class EngineBuilder:
         with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
             router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
-            self.groups.set_router(runner, gatherer, router)
+            self.groups.set_router(runner, router)
+            for build in extensions.caches_built:
+                build(runner, gatherer, profiles=False)
         pool = BlockPool(memory.num_blocks)
         there = CacheMemory(specs=specs, pages=pages, pool=pool)
         extensions = build_extensions(evolve(parts, named=extensions.named, memory=there))
@@ -184,8 +186,6 @@ class EngineBuilder:
             runner=runner,
             pipeline=pipeline,
             profiler=profiler,
-            drafting=drafting,
-            overlap=self._overlap(rows, runner),
             limits=limits_of(planned, tokenizer),
             sampling_defaults=planned.sampling_defaults,
             device=planned.device,
@@ -212,8 +212,8 @@ class EngineBuilder:
         if engine.graphs is not None:
             with self.startup.scope("capture"):
                 engine.graphs.capture(progress=config.observability.progress)
-                if drafting is not None and planned.captures_drafts:
-                    drafting.capture(engine.graphs, progress=config.observability.progress)
+                for capture in extensions.capture_graphs:
+                    capture(engine.graphs, progress=config.observability.progress)
         first.listen()
         for ready in extensions.engine_ready:
             ready()
@@ -255,25 +255,16 @@ class EngineBuilder:
         specs: list[KVSpec],
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
-        drafting: DraftRunner | None,
+        last_tokens: PlaceholderTokens | None,
         extensions: Extensions,
     ) -> tuple[InputPreparer, ModelRunner]:
         config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
-        vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
+        budget = config.scheduler.max_batched_tokens
         kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
         hardware = self.planned.hardware
         stagings = [transfer_buffer_for(hardware[stage.device]) for stage in stages]
         tables = tables_for(groups, kernel_sizes, stagings[0], hardware[stages[0].device], on_host=self.planned.on_host)
         later = later_feeds(plan, self.planned.stages, groups, stagings[1:], hardware, on_host=self.planned.on_host)
-        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # other tasks give no tokens
-        most_drafts = drafting.num_tokens if drafting else 0
-        last_tokens = (
-            PlaceholderTokens(
-                vocab_size, rows.max_requests, stages[0].device, most_drafts, hardware[stages[0].device].ops
-            )
-            if stands_in
-            else None
-        )
         gatherer = InputPreparer(
             rows,
             groups,
@@ -281,7 +272,7 @@ class EngineBuilder:
             stagings[0],
             tables,
             budget,
-            most_drafts,
+            num_spec_tokens(self.planned),
             last_tokens,
             later,
             has_uncached=any(not group.cache_group for group in plan.groups),
@@ -300,7 +291,6 @@ class EngineBuilder:
             pipeline,
             stagings[-1],
             profiler,
-            drafting,
             last_tokens,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
@@ -309,23 +299,19 @@ class EngineBuilder:
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
             ops=hardware[self.planned.device].ops,
         )
-        self.groups.set_router(runner, gatherer, runner.router)
+        self.groups.set_router(runner, runner.router)
+        for build in extensions.caches_built:
+            build(runner, gatherer, profiles=True)
         runner.nan_cause = lambda: nan_cause(runner.router, runner.extensions)
         return gatherer, runner
 
-    def _overlap(self, rows: RequestTable, runner: ModelRunner) -> AsyncSpecDecode | None:
-        """Build asynchronous speculative decoding if the plan has a drafter and placeholder tokens, else None."""
-        if runner.drafting is None or runner.last_tokens is None:
+    def _last_tokens(self, rows: RequestTable) -> PlaceholderTokens | None:
+        """Build the table of tokens of a step in flight if steps are prepared before they are known, else None."""
+        planned, device = self.planned, self.planned.stages.stages[0].device
+        if not planned.asynchronous or planned.task != "generate":  # a pooled prompt gives no tokens
             return None
-        return AsyncSpecDecode(
-            rows,
-            runner.drafting,
-            runner.last_tokens,
-            transfer_buffer_for(self.planned.hardware[self.planned.device]),
-            runner.extensions.named.get("states"),
-            max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
-            vocab_size=self.planned.facts.vocab_size,
-        )
+        ops = planned.hardware[device].ops
+        return PlaceholderTokens(planned.facts.vocab_size, rows.max_requests, device, num_spec_tokens(planned), ops)
 
     def _size(self, first: Warmup, specs: list[KVSpec], extensions: Extensions) -> MemoryReport:
         config, plan = self.planned.loaded.config, self.planned.plan
@@ -369,8 +355,8 @@ class EngineBuilder:
         with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
             output = runner.run(inputs)
             del inputs
-            if runner.drafting is not None:
-                runner.drafting.rehearse(output.computed)
+            for rehearse in runner.extensions.rehearse:
+                rehearse(output)
         requests = self.planned.loaded.config.scheduler.max_requests
         runner.head.rehearse(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
         del held  # until here: what extensions keep lies beside a step

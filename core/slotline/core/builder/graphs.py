@@ -20,7 +20,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
     shapes = GraphDispatcher(
         dict(plan.graphs.phases),
         config.graphs.sizes,
-        query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
+        query_len=1 + num_spec_tokens(planned),
         max_requests=config.scheduler.max_requests,
         max_tokens=config.scheduler.max_batched_tokens,
         mixed_attention=any(group.captured("mixed") for group in groups),
@@ -38,7 +38,12 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         shapes,
         engine.cascade,
         runner.token_ids,
-        runner.taps,
         engine.extensions,
         planned.hardware[planned.device],
+        plans_anew=engine.extension("drafts") is not None,  # it attends after a replay, by the step's plans
     )
+
+
+def num_spec_tokens(planned: Planned) -> int:
+    """Return the most tokens after the known ones that a step verifies for a request."""
+    return planned.loaded.config.drafter.tokens if planned.drafter is not None else 0

@@ -17,10 +17,8 @@ from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_ca
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
-from slotline.core.speculation.draft_attention import DraftAttention
 from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
 from slotline.planner.plan import Planned
@@ -214,21 +212,9 @@ class LayerGroupBuilder:
                 caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
         return caches
 
-    def set_router(self, runner: ModelRunner, gatherer: InputPreparer, router: AttentionDispatcher) -> None:
-        """Hand the caches to the model's layers, and to the drafter's own."""
+    def set_router(self, runner: ModelRunner, router: AttentionDispatcher) -> None:
+        """Hand the caches to the model's layers."""
         runner.router = router
-        if runner.drafting is not None and self.planned.draft_layers:
-            runner.drafting.attention = DraftAttention(
-                router,
-                self.planned.draft_layers,
-                gatherer.groups,
-                gatherer.kernel_block_sizes,
-                max_model_len=self.planned.max_model_len,
-                num_tokens=runner.drafting.num_tokens,
-                leads=runner.drafting.catches_up,
-                device=self.planned.device,
-                ops=self.planned.hardware[self.planned.device].ops,
-            )
 
 
 def _captured_always(capabilities: AttentionCapabilities) -> bool:

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.block_pool import BlockPool
@@ -53,6 +54,7 @@ class Parts:
         tokenizer: of the model, None if it has none.
         processors: the built logits processors.
         profiler: times the parts of a step.
+        last_tokens: tokens of a step in flight, None if no step is prepared before they are known.
         named: extensions that were built before, by name.
         checks: of the outputs of backends in steps of requests. None for no checks.
         memory: of the caches, once it is there.
@@ -65,6 +67,7 @@ class Parts:
     tokenizer: Tokenizer | None
     processors: tuple[ProcessorSlot, ...]
     profiler: StepProfiler
+    last_tokens: PlaceholderTokens | None
     named: Mapping[str, Any]
     checks: OutputChecks | None = None
     memory: CacheMemory | None = None

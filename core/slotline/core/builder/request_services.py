@@ -98,7 +98,7 @@ def build_plain_draws(
 
     Return None if the next step does not read its tokens on the device that draws them, or if there are drafts.
     """
-    if last_tokens is None or last_tokens.max_drafts or planned.stages.divided:
+    if last_tokens is None or last_tokens.max_spec_tokens or planned.stages.divided:
         return None
     most = planned.loaded.config.scheduler.max_requests
     ops = planned.hardware[planned.device].ops

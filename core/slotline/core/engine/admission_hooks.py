@@ -11,7 +11,6 @@ from slotline.core.batch.request import Request, leaders
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
-from slotline.core.speculation.draft_runner import DraftRunner
 
 logger = logging.getLogger("slotline")
 
@@ -22,7 +21,6 @@ class AdmissionHooks:
 
     endings: RequestFinalizer
     pipeline: ProcessorPipeline
-    drafting: DraftRunner | None
     extensions: Extensions = NO_EXTENSIONS
 
     def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
@@ -61,8 +59,6 @@ class AdmissionHooks:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.pipeline.admit(request)
-        if self.drafting is not None:
-            self.drafting.admit(request)
         for admit in self.extensions.admit:
             admit(request)
         request.joined = True

@@ -20,7 +20,7 @@ from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.request import UNSAMPLED, Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
+from slotline.core.batch.step_output import ForwardOutput
 from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.scope import on_device
 from slotline.core.engine.admission_hooks import AdmissionHooks
@@ -41,8 +41,6 @@ from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.core.speculation.async_spec_decode import AsyncSpecDecode, Proposal
-from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CompiledKernel, KernelCompiler
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -67,13 +65,11 @@ class PendingStep:
         generations: [max_requests] int64, of all rows when it was started. If a row's generation has changed, its
             request was preempted or finished, and the row's results are discarded.
         sampling: its tokens, as the output head gives them.
-        proposal: the drafts after them, if the drafter does not wait for the host.
     """
 
     schedule: SchedulerOutput
     generations: Int
     sampling: Any
-    proposal: Proposal | None = None
 
 
 @define(kw_only=True, eq=False, slots=False)
@@ -82,8 +78,8 @@ class Engine:
 
     Under asynchronous scheduling a step is scheduled, gathered and launched while the previous step still runs. Only
     then are the previous step's results handed out. The tokens of a step in flight are counted in the rows as if all
-    its drafts were accepted, and only the device knows them. A request that turns out to have ended took part in one
-    step too many, whose result is dropped.
+    that it verifies were accepted, and only the device knows them. A request that turns out to have ended took part in
+    one step too many, whose result is dropped.
 
     Several threads may use an engine: each call waits until no other thread is in it. A callback of a step, for
     instance a function on logits, may call it again.
@@ -116,8 +112,6 @@ class Engine:
     runner: ModelRunner
     pipeline: ProcessorPipeline
     profiler: StepProfiler
-    drafting: DraftRunner | None = None
-    overlap: AsyncSpecDecode | None = None
     limits: EngineLimits
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
@@ -141,7 +135,6 @@ class Engine:
     endings: RequestFinalizer = field(init=False)
     recovery: Recovery = field(init=False)
     lock: EngineLock = field(factory=EngineLock, init=False)
-    _after_draft: tuple[Callable[[Int, int], None], ...] = field(init=False)
     _in_flight: PendingStep | None = field(default=None, init=False)
     _log: list[CompiledKernel] = field(factory=list, init=False)  # of this step
     _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
@@ -151,10 +144,6 @@ class Engine:
     _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
     _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
 
-    @_after_draft.default
-    def _drafts_revised(self) -> tuple[Callable[[Int, int], None], ...]:
-        return tuple(one.after_draft for one in self.extensions.named.values() if hasattr(one, "after_draft"))
-
     def __attrs_post_init__(self) -> None:
         stops = StopChecker(self.rows, self.eos_token_ids, self.limits.vocab_size)
         self.endings = RequestFinalizer(
@@ -163,7 +152,6 @@ class Engine:
             stops=stops,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            drafting=self.drafting,
             plugins=self.plugins,
             extensions=self.extensions,
         )
@@ -173,13 +161,11 @@ class Engine:
             limits=self.limits,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            drafts=self.drafting is not None,
             extensions=self.extensions,
         )
         self.joining = AdmissionHooks(
             endings=self.endings,
             pipeline=self.pipeline,
-            drafting=self.drafting,
             extensions=self.extensions,
         )
         self.hand_out = OutputProcessor(
@@ -187,7 +173,7 @@ class Engine:
             scheduler=self.scheduler,
             stops=stops,
             endings=self.endings,
-            overlapped=self.overlap is not None,
+            overlapped=self.runner.last_tokens is not None and self.runner.last_tokens.max_spec_tokens > 0,
             extensions=self.extensions,
         )
         self.recovery = Recovery(
@@ -198,7 +184,6 @@ class Engine:
             endings=self.endings,
             tokenizer=self.tokenizer,
             pipeline=self.pipeline,
-            drafting=self.drafting,
             extensions=self.extensions,
         )
 
@@ -419,8 +404,6 @@ class Engine:
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         """Gather a step's inputs and start its forward pass."""
-        if self.drafting is not None:
-            self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
             prefixes = self.cascade.of_step(schedule)
             variant = 0
@@ -444,33 +427,24 @@ class Engine:
         for needs_eager in self.extensions.needs_eager:
             if needs_eager(schedule):
                 return None
-        if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
-            return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, variant=variant)
 
     def _sample(self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int) -> PendingStep:
         """Start sampling after a forward pass. All earlier tokens are known by now."""
-        inputs, overlap, proposal = launched.inputs, self.overlap, None
-        if overlap is None:
-            sampling, rows, verified = self._open_sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
-        else:
-            if inputs.pending is not None:
-                fallen = np.where(inputs.pending, self.rows.num_fallen[schedule.rows], 0)
-                schedule = evolve(schedule, num_computed=schedule.num_computed - fallen)
-            inputs, settled = overlap.settle(inputs, generations)
-            launched, rows, verified = evolve(launched, inputs=inputs), settled.rows, settled.verified
-            sampling = self._open_sample(launched)
-            assert isinstance(sampling, PendingSample)
-            with self.profiler.scope("draft"):
-                proposal = overlap.propose(settled, sampling)
-            # The drafter has read them. `finish` would pick some by places that the host sends, and wait for these.
-            sampling = sampling.without_states()
+        for settle in self.extensions.settle_step:
+            launched, schedule = settle(launched, schedule, generations)
+        sampling, inputs = self._open_sample(launched), launched.inputs
+        for extend in self.extensions.extend_pending:
+            sampling = extend(sampling)
         if (last_tokens := self.runner.last_tokens) is not None:
+            rows, verified = inputs.logits_rows, inputs.num_verified
+            if inputs.spec_positions is not None:
+                rows = rows[inputs.spec_positions == 0]
             going = self.rows.generation[rows] == generations[rows]
             if not going.all():
-                rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
-            self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
-        return PendingStep(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal)
+                rows, verified = rows[going], None if verified is None else verified[going]
+            self.rows.expect(rows, last_tokens.stand_ins(rows), 0 if verified is None else verified)
+        return PendingStep(schedule=schedule, generations=generations, sampling=sampling)
 
     def _open_sample(self, launched: ForwardOutput) -> Any:
         """Start sampling. Functions on logits may use the engine meanwhile."""
@@ -506,27 +480,6 @@ class Engine:
                 commit(kept)
             result = self.hand_out(step.schedule.without(given_up), kept)
         self._ended += result.finished
-        if self.overlap is not None:
-            if step.proposal is not None:
-                self.overlap.place(step.proposal)
-        elif self.drafting is not None:
-            with self.profiler.scope("draft"):
-                self._draft(self.drafting, output, step.generations)
         for after in self.extensions.after_step:
             after(output, step.generations)
         return result
-
-    def _draft(self, drafting: DraftRunner, output: StepOutput, generations: Int) -> None:
-        """Ask for the drafts that the next step verifies."""
-        rows = output.rows
-        if output.draft_positions is not None:
-            rows = rows[output.draft_positions == 0]
-        going = self.rows.generation[rows] == generations[rows]
-        hidden = output.hidden_states
-        if hidden is not None and not going.all():
-            hidden = hidden.take(np.flatnonzero(going))
-        if output.computed is not None:
-            drafting.observe(output.computed)
-        drafting.propose(rows[going], hidden)
-        for revise in self._after_draft:
-            revise(rows[going], drafting.num_tokens)

@@ -29,7 +29,6 @@ class InputProcessor:
     Attributes:
         requests: the unfinished requests by id. This class adds them, and `RequestFinalizer` takes them out.
         arrivals: number of requests so far.
-        drafts: whether a drafter is asked for drafts.
     """
 
     requests: dict[str, Request]
@@ -37,7 +36,6 @@ class InputProcessor:
     limits: EngineLimits
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    drafts: bool
     extensions: Extensions = NO_EXTENSIONS
     arrivals: int = 0
 

@@ -42,7 +42,7 @@ class OutputProcessor:
     """Writes a step's results.
 
     Attributes:
-        overlapped: whether steps overlap with a drafter, so that a step in flight has counted this step's drafts.
+        overlapped: whether a step in flight has counted all tokens that this step verifies.
         num_known: [max_requests] int64, tokens of each row before the step that is being handed out. None between
             steps.
     """
@@ -75,13 +75,13 @@ class OutputProcessor:
         return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))
 
     def _count(self, schedule: SchedulerOutput, output: StepOutput) -> None:
-        """Update the computed tokens of rows, states and cache. Those of rejected drafts do not count."""
+        """Update the computed tokens of rows, states and cache. Those of rejected tokens do not count."""
         rows, cache = self.rows, self.scheduler.cache
         ends = computed = schedule.num_computed + schedule.num_scheduled
-        if output.draft_positions is not None:
+        if output.spec_positions is not None:
             computed = self._standing(schedule, output)
             rows.num_computed_tokens[schedule.rows] -= ends - computed  # a step in flight may have added its own
-        if self.extensions.roll_back and (self.overlapped or output.draft_positions is not None):
+        if self.extensions.roll_back and (self.overlapped or output.spec_positions is not None):
             accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
             for roll_back in self.extensions.roll_back:
                 roll_back(schedule.rows, schedule.num_scheduled, accepted, verified)
@@ -89,13 +89,13 @@ class OutputProcessor:
         cache.commit(rows, schedule.rows, computed)
 
     def _standing(self, schedule: SchedulerOutput, output: StepOutput) -> Int:
-        """Return the tokens of a step's rows [num_requests] computed after it, without those of rejected drafts."""
+        """Return the tokens of a step's rows [num_requests] computed after it, without rejected ones."""
         rows = self.rows
         computed = rows.num_computed_tokens.copy()
         computed[schedule.rows] = schedule.num_computed + schedule.num_scheduled
         failed = np.array(list(output.failed), np.int64)
         computed[failed] = rows.num_known(failed)
-        if (kept := output.draft_positions if output.num_kept is None else output.num_kept) is not None:
+        if (kept := output.spec_positions if output.num_kept is None else output.num_kept) is not None:
             computed[output.rows] = rows.num_known(output.rows) + kept
         standing: Int = computed[schedule.rows]
         return standing

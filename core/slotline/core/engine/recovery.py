@@ -21,7 +21,6 @@ from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.core.speculation.draft_runner import DraftRunner
 
 logger = logging.getLogger("slotline")
 
@@ -41,7 +40,6 @@ class Recovery:
     endings: RequestFinalizer
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    drafting: DraftRunner | None
     extensions: Extensions = NO_EXTENSIONS
 
     def run(self) -> list[Request]:
@@ -60,8 +58,6 @@ class Recovery:
         scheduler.restore(self._queued())
         if self.gatherer.repeats is not None:
             self.gatherer.repeats.forget()
-        if self.drafting is not None:
-            self.drafting.forget()
         for restore in self.extensions.restore:
             restore(list(self.requests.values()))
         failed = [
@@ -81,8 +77,6 @@ class Recovery:
                 self.pipeline.release(row)
                 for release in self.extensions.release:
                     release(row)
-                if self.drafting is not None:
-                    self.drafting.release(row)
                 self.scheduler.withdraw(request, ended=ended)
 
     def _queued(self) -> list[Request]:

@@ -13,7 +13,6 @@ from slotline.core.batch.request import Request, Status
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.attribution import BuiltPlugins
 
 
@@ -31,7 +30,6 @@ class RequestFinalizer:
     stops: StopChecker
     tokenizer: Tokenizer | None
     pipeline: ProcessorPipeline
-    drafting: DraftRunner | None
     plugins: BuiltPlugins
     extensions: Extensions = NO_EXTENSIONS
 
@@ -84,8 +82,6 @@ class RequestFinalizer:
             self.pipeline.release(request.row)
             for release in self.extensions.release:
                 release(request.row)
-            if self.drafting is not None:
-                self.drafting.release(request.row)
 
     def _finish_text(self, request: Request) -> None:
         """Read the text of a request, or the rest of it if it was streamed."""

@@ -7,38 +7,24 @@ of that shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from attrs import evolve
 
-from slotline.core.batch.draft_tree import DraftTree
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int, Int32
+from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int32
 from slotline.core.batch.logprobs import ScoredPlaces
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.batch.rejections import PLACE_WIDTH, Rejections, drafted
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.device_inputs import DeviceInputs, UploadedInputs
-from slotline.core.model_runner.rejected_token_correction import subtract_rejected, upload_bounds
-from slotline.registry.contracts import AttentionBatch, TreeMask
-
-
-class DraftMetadata(NamedTuple):
-    """The drafts of a step as `ModelInputs` has them, and the attention mask of a tree."""
-
-    tree: DraftTree | None = None
-    draft_positions: Int | None = None
-    drafts: Int | None = None
-    rejections: Rejections | None = None
-    mask: TreeMask | None = None
+from slotline.registry.contracts import AttentionBatch
 
 
 class AttentionMetadataBuilder:
@@ -46,7 +32,7 @@ class AttentionMetadataBuilder:
 
     Args:
         feeds: to each device that runs a part of the model.
-        max_tokens, max_drafts: of a step, and of each request in it.
+        max_tokens, max_spec_tokens: of a step, and most tokens of a request that it verifies.
         has_uncached: whether layers keep nothing.
         cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
         extensions: whose `gather` adds arrays to a step.
@@ -61,7 +47,7 @@ class AttentionMetadataBuilder:
         last_tokens: PlaceholderTokens | None,
         *,
         max_tokens: int,
-        max_drafts: int,
+        max_spec_tokens: int,
         has_uncached: bool,
         cuts_wanted: bool,
         extensions: Extensions = NO_EXTENSIONS,
@@ -76,12 +62,12 @@ class AttentionMetadataBuilder:
         self._fixed_groups = tuple(i for i, group in enumerate(groups) if group.fixed_len is not None)
         self._last_tokens = last_tokens
         self._has_uncached = has_uncached
-        self._reserve(max_tokens, max_drafts, extensions, cuts_wanted=cuts_wanted)
+        self._reserve(max_tokens, max_spec_tokens, extensions, cuts_wanted=cuts_wanted)
 
-    def _reserve(self, max_tokens: int, max_drafts: int, extensions: Extensions, *, cuts_wanted: bool) -> None:
+    def _reserve(self, max_tokens: int, max_spec_tokens: int, extensions: Extensions, *, cuts_wanted: bool) -> None:
         """Make room for the largest step."""
         requests = self._rows.max_requests
-        logits = requests * (1 + max_drafts)
+        logits = requests * (1 + max_spec_tokens)
         by_token = reserved_bytes((max(max_tokens, logits),), np.int64)
         by_request = reserved_bytes((requests + 1,), np.int64)
         by_group = reserved_bytes((len(self._groups),), np.int32)
@@ -91,10 +77,7 @@ class AttentionMetadataBuilder:
         )
         by_logits = reserved_bytes((logits,), np.int64)
         packed = reserved_bytes((logits, PACKED_WIDTH), np.int32)
-        packed += reserved_bytes((max_drafts, max_drafts), np.bool_) + reserved_bytes((max_drafts,), np.int64)  # a tree
-        packed += reserved_bytes((requests * max_drafts, PLACE_WIDTH), np.int64)
         further = sum(count(max(max_tokens, logits)) for count in extensions.staging_bytes)
-        bounds = self._last_tokens is not None and self._last_tokens.max_drafts > 0
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
             feed.staging.reserve(
@@ -102,7 +85,6 @@ class AttentionMetadataBuilder:
                 + (2 + bool(self._fixed_groups) + cuts_wanted) * by_request
                 + by_fixed
                 + 3 * by_logits
-                + bounds * (by_request + by_token)
                 + packed
                 + further
                 + feed.tables.num_bytes
@@ -133,13 +115,10 @@ class AttentionMetadataBuilder:
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
         extras |= {name: gather(host, first.upload) for name, gather in self._gather}
-        bounds = None
-        if host.pending is not None and host.pending.any():
-            bounds = upload_bounds(host, host.pending, self._rows.max_requests, first)
         stand_ins = None
         if self._last_tokens is not None and host.pending is None:
             stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows))
-        judged, sampling, params = self._sampling(host)
+        sampling, params = self._sampling(host)
         scored = ScoredPlaces.of(self._rows.num_logprobs[host.logits_rows], last.upload)
         wanted = None
         if host.cuts_wanted and shape is None and len(host.logits_indices) < host.num_tokens:
@@ -147,19 +126,7 @@ class AttentionMetadataBuilder:
         for feed in self.feeds:
             feed.staging.flush()
         tables = [feed.tables.take(host.max_seq_len) for feed in self.feeds]
-        if bounds is not None and self._last_tokens is not None:
-            fallen = self._last_tokens.fallen
-            subtract_rejected(
-                fallen,
-                bounds,
-                sent[0],
-                tables[0],
-                getattr(extras.get("states"), "num_accepted", None),
-                self._groups,
-                self._kernel_block_sizes,
-                self._last_tokens.ops,
-            )
-        batches = self._batches(host, sent, tables, fixed_lens, judged.mask)
+        batches = self._batches(host, sent, tables, fixed_lens)
         if self._has_uncached:
             batches += (_uncached(host, sent[0]),)
         return ModelInputs(
@@ -172,11 +139,6 @@ class AttentionMetadataBuilder:
             logits_indices=logits_indices,
             logits_indices_cpu=host.logits_indices,
             logits_rows=host.logits_rows,
-            draft_positions=judged.draft_positions,
-            draft_nodes=host.draft_nodes,
-            tree=judged.tree,
-            drafts=judged.drafts,
-            rejections=judged.rejections,
             query_start_loc=sent[-1].query_start_loc,
             query_start_loc_cpu=host.starts32,
             seq_lens_cpu=host.seq_lens32,
@@ -188,30 +150,21 @@ class AttentionMetadataBuilder:
             scored=scored,
             wanted=wanted,
             pending=host.pending,
+            spec_positions=host.spec_positions,
+            spec_paths=host.spec_paths,
+            num_verified=host.num_verified,
             extras=extras,
             made_up=host.made_up,
         )
 
-    def _sampling(self, host: InputBatchCPU) -> tuple[DraftMetadata, SamplingMetadata, torch.Tensor | None]:
-        """Build the drafts to verify, and the sampling parameters of the logits' rows, packed on the device if needed.
+    def _sampling(self, host: InputBatchCPU) -> tuple[SamplingMetadata, torch.Tensor | None]:
+        """Build the sampling parameters of the logits' rows, packed on the device if needed.
 
-        If a step in flight verifies drafts, both are on the device, or gathered once that step was handed out.
+        Those of upper bounds are not, see `InputPreparer.gather`.
         """
-        upload = self.feeds[-1].staging.upload
-        nodes, tree = host.draft_nodes, None if host.num_nodes is None else self._rows.tree
-        positions = nodes if tree is None or nodes is None else tree.positions(nodes)
-        batch = SamplingMetadata.gather(self._rows, host.logits_rows, positions)
-        params = None if batch.all_greedy or host.pending is not None else upload(batch.packed())
-        if positions is None or nodes is None or host.pending is not None:
-            return DraftMetadata(tree, positions), batch, params
-        if tree is not None and host.num_nodes is not None:
-            rows = host.logits_rows
-            drafts = self._rows.token_ids[rows, self._rows.num_tokens[rows] + nodes - 1]
-            mask = TreeMask(upload(tree.sees), upload(tree.depths - 1), host.num_nodes.astype(np.int32))
-            return DraftMetadata(tree, positions, drafts, None, mask), batch, params
-        drafts = drafted(self._rows, host.logits_rows, positions)
-        rejections = Rejections.gather(self._rows, batch, positions, drafts, upload)
-        return DraftMetadata(None, positions, drafts, rejections), batch, params
+        batch = SamplingMetadata.gather(self._rows, host.logits_rows, host.spec_positions)
+        packs = not batch.all_greedy and host.pending is None
+        return batch, self.feeds[-1].staging.upload(batch.packed()) if packs else None
 
     def _batches(
         self,
@@ -219,7 +172,6 @@ class AttentionMetadataBuilder:
         sent: Sequence[UploadedInputs],
         tables: Sequence[Sequence[torch.Tensor]],
         fixed_lens: Int32,
-        tree: TreeMask | None,
     ) -> tuple[AttentionBatch, ...]:
         """Build the attention batches, by stage and cache group."""
         prefixes = host.prefixes
@@ -243,7 +195,6 @@ class AttentionMetadataBuilder:
                     num_decodes=host.num_decodes,
                     common_prefix_len=prefixes[group] if prefixes else 0,
                     common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
-                    tree=tree,
                 ),
             )
             for feed, there, taken in zip(self.feeds, sent, tables, strict=True)
@@ -260,7 +211,6 @@ class AttentionMetadataBuilder:
             seq_lens=sent.fixed_lens,
             seq_lens_cpu=fixed_lens,
             causal=False,
-            tree=None,
         )
 
 

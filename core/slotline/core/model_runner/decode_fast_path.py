@@ -46,7 +46,7 @@ class DecodeFastPath:
 
     Args:
         tables: of the device, which must be the only tables.
-        last_tokens: without drafts.
+        last_tokens: of steps that verify no tokens.
         device: its operations advance a batch.
         before: waits until the device has read the previous step's host memory, its plans too.
     """
@@ -210,11 +210,12 @@ def repeats_for(
 ) -> DecodeFastPath | None:
     """Build the fast path of an engine over `devices`, by stage, or return None if each step is gathered anew.
 
-    `staging` uploads the steps that do not repeat. Return None without async scheduling, with drafts (the host then
-    knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices, if a cache
-    group has keys that do not come from a request's tokens, and if the device does not advance a batch by itself.
+    `staging` uploads the steps that do not repeat. Return None without async scheduling, if steps verify tokens (the
+    host then knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices,
+    if a cache group has keys that do not come from a request's tokens, and if the device does not advance a batch by
+    itself.
     """
-    if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
+    if last_tokens is None or last_tokens.max_spec_tokens or not groups or len(devices) > 1:
         return None
     if any(group.fixed_len is not None for group in groups) or not isinstance(tables, DeviceTables):
         return None

@@ -21,7 +21,6 @@ from slotline.core.api.progress import counted
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
-from slotline.core.batch.hidden_states import LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs, even_split
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
@@ -42,14 +41,14 @@ class CapturedGraph:
         addresses: of the step's inputs that the graphs read.
         hidden_states: [num_tokens, hidden_size]. logits: [num_tokens, vocab_size], or None for a mixed batch, whose
             wanted tokens differ from step to step.
-        layers: [num_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
+        extras: [num_tokens, ...] each, what the pass left for extensions, by name.
     """
 
     parts: tuple[Callable[[], None], ...]
     addresses: tuple[int, ...]
     hidden_states: torch.Tensor
     logits: torch.Tensor | None
-    layers: torch.Tensor | None
+    extras: Mapping[str, torch.Tensor]
 
 
 class GraphRunner:
@@ -58,6 +57,7 @@ class GraphRunner:
     Attributes:
         shapes: the captured shapes.
         report: time and memory of the captures.
+        plans_anew: whether the attention of each step is planned, even if a replay does not need it.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class GraphRunner:
         shapes: GraphDispatcher,
         cascade: CommonPrefixes,
         token_ids: Callable[[ModelInputs], torch.Tensor],
-        taps: LayerTaps | None = None,
         extensions: Extensions = NO_EXTENSIONS,
         device: Device | None = None,
+        *,
+        plans_anew: bool = False,
     ) -> None:
         self.device = device or TorchDevice("cpu", "cpu")
         self.shapes = shapes
@@ -82,7 +83,7 @@ class GraphRunner:
         self._plan = plan
         self._cascade = cascade
         self._token_ids = token_ids
-        self._taps = taps
+        self.plans_anew = plans_anew
         self._extensions = extensions
         self._captured: dict[GraphShape, CapturedGraph] = {}
         self._standing: dict[GraphShape, frozenset[str]] = {}
@@ -118,7 +119,7 @@ class GraphRunner:
             map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True, device=self.device
         )
 
-    def replay(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    def replay(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Run a step whose inputs have a captured shape. Return the results of all tokens in `CapturedGraph`.
 
         The attention of the step must have been planned. The results are overwritten by the next replay.
@@ -133,20 +134,22 @@ class GraphRunner:
             raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
         for part in captured.parts:
             part()
-        return captured.hidden_states, captured.logits, captured.layers
+        return captured.hidden_states, captured.logits, captured.extras
 
     def standing(self, shape: GraphShape) -> frozenset[str]:
         """Return the names of the attention groups that a replay of a shape runs by the plans made at its capture."""
         found = self._standing.get(shape)
         if found is None:
+            if self.plans_anew:
+                return frozenset()
             names = frozenset(group.name for group in self._router.groups if group.plan_once)
             found = self._standing[shape] = frozenset() if shape.cascade else names - self._broken(shape)
         return found
 
-    def states(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states and the inputs of layers that a replay writes, as in `CapturedGraph`."""
+    def results(self, shape: GraphShape) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """Return the hidden states and the extensions' tensors that a replay writes, as in `CapturedGraph`."""
         captured = self._captured[shape]
-        return captured.hidden_states, captured.layers
+        return captured.hidden_states, captured.extras
 
     def made_up(self, shape: GraphShape) -> tuple[ModelInputs, Attend]:
         """Make up inputs of a shape that write to no block, at the addresses of all steps, and plan their attention."""
@@ -176,7 +179,7 @@ class GraphRunner:
         self.device.synchronize()
         recorder = Recorder(pool, [])
         recorder.begin()
-        hidden, logits, layers = self._record(recorder, shape, inputs)
+        hidden, logits, extras = self._record(recorder, shape, inputs)
         recorder.end()
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = CapturedGraph(
@@ -184,7 +187,7 @@ class GraphRunner:
             self.addresses(inputs),
             alias_without_ownership(hidden),
             None if logits is None else alias_without_ownership(logits),
-            None if layers is None else alias_without_ownership(layers),
+            {name: alias_without_ownership(result) for name, result in extras.items()},
         )
         return captured, recorder.graphs
 
@@ -203,7 +206,7 @@ class GraphRunner:
 
     def _record(
         self, recorder: Recorder, shape: GraphShape, inputs: ModelInputs
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Capture a forward pass, broken at the shape's groups. The results are in the graphs' memory."""
         broken = self._broken(shape)
         attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
@@ -213,7 +216,7 @@ class GraphRunner:
         self, inputs: ModelInputs, broken: frozenset[str], cut: Callable[[Callable[[], None]], None]
     ) -> dict[str, Any]:
         """Return further arguments of a forward pass that is captured, or run before its capture."""
-        further: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
+        further: dict[str, Any] = {}
         for arguments in self._extensions.capture_kwargs:
             further |= arguments(inputs, broken, cut)
         return further
@@ -232,11 +235,11 @@ class GraphRunner:
 
     def _forward(
         self, inputs: ModelInputs, attend: Attend, further: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         assert inputs.shape is not None
         hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **further)
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
-        return hidden, logits, None if self._taps is None else self._taps.take()
+        return hidden, logits, self._extensions.results()
 
     def addresses(self, inputs: ModelInputs) -> tuple[int, ...]:
         """Return the addresses of the tokens and of the inputs of captured attention and extensions.

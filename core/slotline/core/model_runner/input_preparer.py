@@ -36,7 +36,7 @@ class InputPreparer:
         staging: TransferBuffer,
         tables: BlockTables,
         max_tokens: int,
-        max_drafts: int = 0,
+        max_spec_tokens: int = 0,
         last_tokens: PlaceholderTokens | None = None,
         later: Sequence[DeviceInputs] = (),
         *,
@@ -50,7 +50,8 @@ class InputPreparer:
         self.repeats = repeats
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
-        self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
+        self._has_bounds = last_tokens is not None and last_tokens.max_spec_tokens > 0
+        self._arrange = extensions.arrange_spec_tokens
         self.max_fixed_len = max_fixed_len
         self.cuts_wanted = cuts_wanted
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
@@ -63,7 +64,7 @@ class InputPreparer:
             (DeviceInputs(staging, tables, tuple(range(len(groups)))), *later),
             last_tokens,
             max_tokens=max_tokens,
-            max_drafts=max_drafts,
+            max_spec_tokens=max_spec_tokens,
             has_uncached=has_uncached,
             cuts_wanted=cuts_wanted,
             extensions=extensions,
@@ -82,9 +83,9 @@ class InputPreparer:
         `prefixes` are the common prefixes to serve apart, by cache group, empty for none. `variant` is that of the
         forward pass, see `GraphShape`.
 
-        If a step in flight verifies drafts of a request, the host knows only upper bounds. The device subtracts the
-        rejected drafts, in place (`rejected_token_correction.py`). Inputs of sampling are gathered once that step was
-        handed out (`speculation/async_spec_decode.py`).
+        If a step in flight verifies tokens of a request, the host knows only upper bounds. An extension corrects them
+        on the device, in `prepare_inputs`, and gathers the inputs of sampling once that step was handed out, in
+        `settle_step`.
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, variant)) is not None:
@@ -93,22 +94,17 @@ class InputPreparer:
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         known = self.rows.num_tokens[rows]
         complete = seq_lens >= known
-        logits_indices, logits_rows, draft_nodes = (starts[1:] - 1)[complete], rows[complete], None
-        if (drafts := (seq_lens - known)[complete]).any():
-            logits_rows, draft_nodes = self._with_drafts(logits_rows, drafts)
-            logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_nodes
-        places = positions  # in the cache, as nodes of a tree share positions but not places
+        logits_indices, logits_rows, spec_positions = (starts[1:] - 1)[complete], rows[complete], None
+        num_verified = (seq_lens - known)[complete]
+        if num_verified.any():
+            logits_rows, spec_positions = self._with_spec_tokens(logits_rows, num_verified)
+            logits_indices = np.repeat(logits_indices - num_verified, num_verified + 1) + spec_positions
         slots = [
-            self._slots(g, k, token_rows, places)
+            self._slots(g, k, token_rows, positions)
             if g.fixed_len is None
             else self._fixed_slots(g, k, rows[computed == 0], g.fixed_len)
             for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
-        num_nodes = None
-        if draft_nodes is not None and (tree := self.rows.tree) is not None:
-            num_nodes = np.maximum(seq_lens - known, 0)
-            nodes = places - self.rows.num_tokens[token_rows]
-            positions = np.where(nodes < 0, places, places - nodes + tree.depths[np.maximum(nodes, 0)] - 1)
         host = InputBatchCPU(
             rows=rows,
             table_rows=rows,
@@ -116,20 +112,23 @@ class InputPreparer:
             starts=starts,
             seq_lens=seq_lens,
             fixed_lens=self.rows.fixed_len[rows],
-            input_ids=self.rows.token_ids[token_rows, places].astype(np.int64),
+            input_ids=self.rows.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slots=slots,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
-            draft_nodes=draft_nodes,
-            num_nodes=num_nodes,
             num_decodes=schedule.num_decodes,
             prefixes=prefixes,
             cuts_wanted=self.cuts_wanted and not variant and not self.rows.score_prompts(rows),
-            pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
+            spec_positions=spec_positions,
+            num_verified=None if spec_positions is None else num_verified,
+            pending=self.rows.num_pending[rows] > 0 if self._has_bounds else None,
             token_rows=token_rows,
             variant=variant,
         )
+        if spec_positions is not None:
+            for arrange in self._arrange:
+                host = arrange(host)
         inputs = self.assembler.assemble(host, shape)
         if self.repeats is not None:
             self.repeats.keep(schedule, inputs, host.input_ids, prefixes, variant)
@@ -178,8 +177,6 @@ class InputPreparer:
             slots=[np.full(num_tokens if g.fixed_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
-            draft_nodes=None,
-            num_nodes=None,
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             prefixes=prefixes,
             token_rows=np.zeros(num_tokens, np.int64),
@@ -199,9 +196,9 @@ class InputPreparer:
         offsets = np.repeat(computed - starts[:-1], counts)
         return np.repeat(rows, counts), self._arange[:num_tokens] + offsets, starts
 
-    def _with_drafts(self, rows: Int, drafts: Int) -> tuple[Int, Int]:
-        """Repeat each row for its last known token and for each draft. Return also the drafts that each assumes."""
-        counts = drafts + 1
+    def _with_spec_tokens(self, rows: Int, num_verified: Int) -> tuple[Int, Int]:
+        """Repeat each row for its last known token and each token to verify. Return also how many each assumes."""
+        counts = num_verified + 1
         ends = np.cumsum(counts)
         return np.repeat(rows, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 

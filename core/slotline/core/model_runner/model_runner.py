@@ -7,7 +7,7 @@ device, unless log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +18,6 @@ from attrs import evolve
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
-from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
 from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
@@ -32,8 +31,6 @@ from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.sampler import sample_checked, warm_up
-from slotline.core.speculation.draft_runner import DraftRunner
-from slotline.core.speculation.verification import reject, standing
 from slotline.registry.contracts import DeviceOps, Model, TokenSampler
 
 Int = npt.NDArray[np.int64]
@@ -47,7 +44,7 @@ class ComputedPass(NamedTuple):
     attend: Attend
     hidden: torch.Tensor
     logits: torch.Tensor | None
-    layers: torch.Tensor | None
+    extras: Mapping[str, torch.Tensor]
 
 
 class ForwardPass(Protocol):
@@ -103,7 +100,6 @@ class ModelRunner:
         pipeline: ProcessorPipeline,
         staging: TransferBuffer,
         profiler: StepProfiler,
-        drafting: DraftRunner | None = None,
         last_tokens: PlaceholderTokens | None = None,
         *,
         mark: Callable[[], None],
@@ -119,7 +115,6 @@ class ModelRunner:
         self.staging = staging
         self.mark = mark
         self.profiler = profiler
-        self.drafting = drafting
         self.last_tokens = last_tokens
         self.extensions = extensions
         self.ops: DeviceOps = ops or TorchOps()
@@ -127,7 +122,6 @@ class ModelRunner:
         for wrap in reversed(extensions.wrap_forward):  # the first sees a step first
             self._compute = wrap(self, self._compute)
         self.graphs: GraphRunner | None = None
-        self.taps = None if drafting is None else drafting.taps
         self.count_nans = count_nans
         self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
         sampling = SamplingHead(self, pipeline, logprobs_mode, plain_draws)
@@ -141,12 +135,11 @@ class ModelRunner:
     def launch(self, inputs: ModelInputs) -> ForwardOutput:
         """Plan attention and start the forward pass."""
         whole = self.rows.score_prompts(inputs.rows)
-        whole |= self.drafting is not None and self.drafting.observing
         whole |= any(wants(inputs) for wants in self.extensions.wants_all_hidden)
         for begin in self.extensions.begin_logits:
             begin(inputs)
-        attend, hidden, logits, layers = self._compute(inputs, whole=whole)
-        return ForwardOutput(inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole)
+        attend, hidden, logits, extras = self._compute(inputs, whole=whole)
+        return ForwardOutput(inputs=inputs, attend=attend, hidden=hidden, logits=logits, extras=extras, whole=whole)
 
     def _compute_whole(self, inputs: ModelInputs, *, whole: bool) -> ComputedPass:
         """Plan a step and run its forward pass, or replay it."""
@@ -177,8 +170,6 @@ class ModelRunner:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
         states: dict[str, Any] = {}
-        if self.taps is not None:
-            states["tap"] = self.taps
         if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
         for arguments in self.extensions.forward_kwargs:
@@ -192,22 +183,19 @@ class ModelRunner:
 
     def forward_or_replay(
         self, inputs: ModelInputs, attend: Attend, *, whole: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         """Compute hidden states, and logits if a graph holds them: of all num_padded_tokens when replayed or `whole`.
 
-        The third result are the inputs of the layers that a drafter reads, always of all tokens.
+        The third result is what the pass left for extensions.
         """
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
         hidden = self.forward(inputs, attend, None if whole else self.head.wanted(inputs))
-        return hidden, None, None if self.taps is None else self.taps.take()
+        return hidden, None, self.extensions.results() if self.extensions.take_results else {}
 
     def _standing(self, inputs: ModelInputs) -> frozenset[str]:
-        """Return the attention groups whose plans were made at the capture.
-
-        There are none with a drafter, which attends after the replay too.
-        """
-        if inputs.shape is None or self.graphs is None or self.drafting is not None:
+        """Return the attention groups whose plans were made at the capture."""
+        if inputs.shape is None or self.graphs is None:
             return frozenset()
         return self.graphs.standing(inputs.shape)
 
@@ -217,7 +205,7 @@ class SamplingHead:
 
     Attributes:
         plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
-            nothing drafts.
+            steps verify no tokens.
     """
 
     def __init__(
@@ -229,7 +217,6 @@ class SamplingHead:
         self.pipeline = pipeline
         self.staging = runner.staging
         self.profiler = runner.profiler
-        self.drafting = runner.drafting
         self.last_tokens = runner.last_tokens
         self.ops = runner.ops
         self.count_nans = runner.count_nans
@@ -263,8 +250,9 @@ class SamplingHead:
             processed = self.pipeline.apply(
                 logits,
                 batch.rows,
-                inputs.draft_nodes,
+                inputs.spec_positions,
                 all_greedy=batch.all_greedy,
+                spec_paths=inputs.spec_paths,
             )
         for process in self.extensions.process:
             processed = process(processed, inputs)
@@ -274,14 +262,13 @@ class SamplingHead:
             drawn = sample_checked(
                 processed.logits, batch, inputs.sampling_params, self.ops, keep_final=self._keeps_final(inputs)
             )
-            tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
+            tokens, final = drawn.tokens, drawn.final
             for revise in self.extensions.revise_tokens:
-                tokens = revise(tokens, drawn.final, inputs)
-            drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
+                tokens = revise(tokens, final, inputs)
+            extras = {name: keep(launched, states) for name, keep in self.extensions.keep_states}
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
-            plain_greedy = inputs.sampling_params is None and inputs.rejections is None
-            sampled = processed.mark(tokens, self.ops, all_greedy=plain_greedy)
+            sampled = processed.mark(tokens, self.ops, all_greedy=inputs.sampling_params is None)
             if drawn.holds_nan is not None:
                 sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
             arriving = self.staging.download(sampled)
@@ -292,15 +279,11 @@ class SamplingHead:
             prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {}
         sampling = PendingSample(
             batch=batch,
-            draft_positions=inputs.draft_positions,
-            drafts=inputs.drafts,
-            tree=inputs.tree,
-            draft_nodes=inputs.draft_nodes,
+            spec_positions=inputs.spec_positions,
             tokens=arriving,
             sampled=sampled,
-            guesses=self.rows.num_guesses[batch.rows],
+            extras=extras,
             errors=processed.errors,
-            **drafters,
             num_nans=num_nans,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -320,12 +303,11 @@ class SamplingHead:
         """Wait for a step's tokens, and keep the accepted ones."""
         with self.profiler.scope("wait"):
             token_ids = sampling.tokens.wait()
-        rows, positions = sampling.batch.rows, sampling.draft_positions
+        rows, positions, num_kept = sampling.batch.rows, sampling.spec_positions, None
         places = np.arange(len(rows))
-        if positions is not None and sampling.drafts is not None and self.drafting is not None:
-            stands = standing(token_ids, sampling.drafts, positions, sampling.tree, sampling.draft_nodes)
-            self.drafting.count(rows, positions, stands, sampling.guesses)
-            places = np.flatnonzero(stands)
+        if positions is not None:
+            for accept in self.extensions.accept_tokens:
+                places, num_kept = accept(sampling, token_ids)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
         judged, spoiled = (places, rows), NONE_SPOILED  # those that fail have their NaN counted too
@@ -337,39 +319,20 @@ class SamplingHead:
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]
-        tree, nodes, hidden_states = sampling.tree, sampling.draft_nodes, None
-        if sampling.states is not None:
-            last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
-            hidden_states = sampling.states.take(last)
+            num_kept = None if num_kept is None else num_kept[given]
         return StepOutput(
             rows=rows,
             token_ids=token_ids.astype(np.int32),
-            draft_positions=positions,
-            num_kept=None if tree is None or nodes is None else tree.num_kept(nodes[places]),
-            hidden_states=hidden_states,
-            computed=sampling.computed,
+            places=places,
+            spec_positions=positions,
+            num_kept=num_kept,
+            extras=sampling.extras,
             logprobs={} if sampling.logprobs is None else _by_row(sampling.logprobs, places, rows),
             prompt_logprobs=sampling.prompt_logprobs,
             num_nans={} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, *judged),
             failed=failed,
             spoiled=spoiled,
         )
-
-    def _states_for(self, drafting: DraftRunner, launched: ForwardOutput, states: torch.Tensor) -> dict[str, Any]:
-        """Return the states that a drafter reads: of the logits rows, and of all tokens if it reads those."""
-        inputs, layers = launched.inputs, launched.layers
-        own = HiddenStates(
-            last=states if drafting.needs_hidden_states else None,
-            layers=None if layers is None else layers[inputs.logits_indices],
-            index=inputs.logits_indices if drafting.observing else None,
-        )
-        if not drafting.observing:
-            return {"states": own}
-        token_ids, hidden = self.runner.token_ids(inputs), launched.hidden
-        computed = ComputedStates(
-            inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
-        )
-        return {"states": own, "computed": computed}
 
     def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> TokenSampler | None:
         """Return the fast sampler if a step needs nothing but plain draws, else None."""
@@ -394,11 +357,9 @@ class SamplingHead:
             tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
         return PendingSample(
             batch=batch,
-            draft_positions=None,
-            drafts=None,
+            spec_positions=None,
             tokens=arriving,
             sampled=tokens,
-            guesses=self.rows.num_guesses[batch.rows],
         )
 
     def _wanted(self, launched: ForwardOutput) -> tuple[torch.Tensor, torch.Tensor]:
@@ -420,13 +381,10 @@ class SamplingHead:
 
     def _keeps_final(self, inputs: ModelInputs) -> bool:
         """Return whether this step needs the logits that its tokens are drawn from, in addition to the tokens."""
-        return inputs.rejections is not None or (not self.raw_logprobs and inputs.scored is not None)
-
-    def _reject(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: ModelInputs) -> torch.Tensor:
-        """Return the tokens [num_logits] after rejection sampling, if it applies."""
-        if inputs.rejections is None or final is None or self.drafting is None or self.drafting.probabilities is None:
-            return tokens
-        return reject(final, tokens, self.drafting.probabilities, inputs.rejections)
+        for wants in self.extensions.wants_final_logits:
+            if wants(inputs):
+                return True
+        return not self.raw_logprobs and inputs.scored is not None
 
     def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
         """Start scoring the sampled tokens of the places that ask for it."""

@@ -108,7 +108,8 @@ class LogitsRows:
     """The rows of a step's logits: see `ProcessorPipeline.apply`."""
 
     rows: Int
-    draft_nodes: Int | None
+    spec_positions: Int | None
+    spec_paths: Int | None
 
 
 class BatchFields(Protocol):
@@ -218,9 +219,10 @@ class ProcessorPipeline:
         self,
         logits: torch.Tensor,
         rows: Int,
-        draft_nodes: Int | None = None,
+        spec_positions: Int | None = None,
         *,
         all_greedy: bool,
+        spec_paths: Int | None = None,
     ) -> Processed:
         """Process the logits of a step.
 
@@ -229,15 +231,15 @@ class ProcessorPipeline:
         Args:
             logits: [n, vocab_size] float32, which are not changed.
             rows: [n] permanent rows.
-            draft_nodes: [n], the draft of its row that each position follows, as in `ModelInputs`. None means no
-                drafts.
+            spec_positions: [n], the tokens to verify that each assumes, as in `ModelInputs`. None if there are none.
             all_greedy: whether only the most likely tokens are wanted.
+            spec_paths: [n, most], as in `ModelInputs`.
         """
         slots = self._working(rows, all_greedy=all_greedy)
         if not slots:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
-        step = LogitsRows(rows, draft_nodes)
+        step = LogitsRows(rows, spec_positions, spec_paths)
         try:
             result = self._run(slots, logits, step, np.arange(len(rows)))
         except Exception:  # a plugin's code may raise anything
@@ -317,25 +319,22 @@ class ProcessorPipeline:
     def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
         """Build a processor's batch of the rows at the places `which` of a step's logits `raw`."""
         rows = step.rows[which]
-        draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]
-        drafts, draft_positions = None, draft_nodes
-        further = self._fields.get(slot.name)
-        if draft_nodes is not None:
-            tree = self._rows.tree
-            index = np.arange(int(draft_nodes.max(initial=0)))
-            path = np.where(index < draft_nodes[:, None], index, -1)
-            if tree is not None:
-                path = np.where(draft_nodes[:, None] > 0, tree.paths[draft_nodes - 1], -1)
-                draft_positions = (path >= 0).sum(1)
+        spec_positions = None if step.spec_positions is None else step.spec_positions[which]
+        token_ids, further = None, self._fields.get(slot.name)
+        if spec_positions is not None:
+            index = np.arange(int(spec_positions.max(initial=0)))
+            path = np.where(index < spec_positions[:, None], index, -1)
+            if step.spec_paths is not None:
+                path = step.spec_paths[which]
             places = np.minimum(self._rows.num_tokens[rows][:, None] + path, self._rows.max_model_len - 1)
-            drafts = np.where(path >= 0, self._rows.token_ids[rows[:, None], places], -1)
-        return LogitsBatch(
+            token_ids = np.where(path >= 0, self._rows.token_ids[rows[:, None], places], -1)
+        return LogitsBatch.of(
             rows=rows,
-            draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
+            spec_positions=np.zeros(len(rows), np.int64) if spec_positions is None else spec_positions,
+            spec_token_ids=token_ids,
             token_table=self._rows.shown_token_ids,
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
-            draft_token_ids=drafts,
             **({} if further is None else further.of(raw, step.rows, which)),
         )
 

@@ -46,7 +46,7 @@ def _in_pieces(runner: ModelRunner, inputs: ModelInputs, pieces: Sequence[slice]
         runner.plan_others(inputs)
     with runner.profiler.scope("forward"):
         hidden = _run(runner, inputs, pieces, plans, whole=whole)
-    return ComputedPass(attend, hidden, None, None)
+    return ComputedPass(attend, hidden, None, {})
 
 
 def _run(

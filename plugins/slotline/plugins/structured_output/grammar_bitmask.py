@@ -58,7 +58,7 @@ class GrammarBitmasks:
             state_of: returns the state of a row. `drafts_of` returns its drafts.
             device: where the logits are.
         """
-        rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
+        rows, draft_positions = inputs.sampling.rows, inputs.spec_positions
         places = np.flatnonzero(masked)
         bitmask = TokenBitmask(len(places), vocab_size, device)
         bitmask.places[:] = places

@@ -46,6 +46,7 @@ CARRIED: tuple[str, ...] = (
     "cascade",
     "adapters",
     "context_shards",
+    "drafts",
     "guidance",
     "kv_scales",
     "kv_transfer",
@@ -126,6 +127,20 @@ FEATURE_METHODS = (
     "reset",
 )
 """Methods that `FeatureExtension` adds."""
+
+SPEC_METHODS = (
+    "caches_built",
+    "rehearse",
+    "capture_graphs",
+    "arrange_spec_tokens",
+    "take_results",
+    "settle_step",
+    "wants_final_logits",
+    "keep_states",
+    "extend_pending",
+    "accept_tokens",
+)
+"""Methods that `SpecDecodeExtension` adds."""
 
 
 @frozen(kw_only=True, field_transformer=declared)
@@ -611,4 +626,85 @@ class FeatureExtension(StepExtension, Protocol):
 
     def reset(self) -> None:
         """Forget what was computed with the model's old weights. No request is unfinished."""
+        ...
+
+
+class SpecDecodeExtension(FeatureExtension, Protocol):
+    """Further methods of an extension that has a step verify tokens after the known ones. Each is optional.
+
+    These tokens stand in `RequestTable.token_ids` after the known ones, `RequestTable.num_spec_tokens` of a row. A step
+    computes a logits row after the last known token and after each of them. If blocks or tokens of a step run out, the
+    scheduler drops them first.
+    """
+
+    def caches_built(self, runner: Any, inputs: Any, *, profiles: bool) -> None:
+        """Build what works with the caches, once they exist and before any request.
+
+        Args:
+            runner: `slotline.core.model_runner.model_runner.ModelRunner`.
+            inputs: `slotline.core.model_runner.input_preparer.InputPreparer`.
+            profiles: True for caches of one block, which serve the profile of memory. Another call follows.
+        """
+        ...
+
+    def rehearse(self, output: Any) -> None:
+        """Take the memory that the largest step takes, after a made-up step with this `StepOutput`."""
+        ...
+
+    def capture_graphs(self, graphs: Any, *, progress: bool) -> None:
+        """Capture the extension's own graphs, once those of the model's `GraphRunner` are captured."""
+        ...
+
+    def arrange_spec_tokens(self, batch: Any) -> Any:
+        """Return an `InputBatchCPU` with tokens to verify: the given one, or a copy that places them in another way."""
+        ...
+
+    def take_results(self) -> torch.Tensor | None:
+        """Return what a forward pass left for the extension, [num_padded_tokens, ...], and forget it.
+
+        `ForwardOutput.extras` holds it under the extension's name. It is kept with a captured pass, and a replay
+        overwrites it.
+        """
+        ...
+
+    def settle_step(self, launched: Any, scheduled: Any, generations: npt.NDArray[np.int64]) -> tuple[Any, Any]:
+        """Return a `ForwardOutput` and its `SchedulerOutput` with exact numbers. All earlier tokens are known by now.
+
+        Args:
+            launched: the forward pass, which the device may still be running.
+            scheduled: the step.
+            generations: [max_requests] int64, as for `after_step`.
+        """
+        ...
+
+    def wants_final_logits(self, inputs: Any) -> bool:
+        """Return True if `revise_tokens` needs the logits that the tokens are drawn from."""
+        ...
+
+    def keep_states(self, launched: Any, states: torch.Tensor) -> Any:
+        """Return what `PendingSample.extras` and `StepOutput.extras` hold under the extension's name.
+
+        Args:
+            launched: `ForwardOutput`.
+            states: [num_logits, hidden_size], the hidden states of the tokens that sample.
+        """
+        ...
+
+    def extend_pending(self, pending: Any) -> Any:
+        """Return the step's `PendingSample` after work on tokens that only the device knows. Do not wait for it."""
+        ...
+
+    def accept_tokens(
+        self, pending: Any, token_ids: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+        """Return the logits rows whose tokens their requests get, and how many computed tokens these keep.
+
+        Args:
+            pending: `PendingSample` of a step that verifies tokens.
+            token_ids: [num_logits] int64, the drawn tokens.
+
+        Returns:
+            [n] int64, ascending logits rows, for each request the one after its last known token first. And [n] int64,
+            the verified tokens up to each whose keys and values count as computed, or None for all.
+        """
         ...

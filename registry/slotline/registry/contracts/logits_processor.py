@@ -107,6 +107,17 @@ class LogitsBatch:
     draft_token_ids: npt.NDArray[np.int64] | None = None
     companion_logits: torch.Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        spec_positions: npt.NDArray[np.int64],
+        spec_token_ids: npt.NDArray[np.int64] | None,
+        **fields: Any,
+    ) -> LogitsBatch:
+        """Build a batch from the tokens that a step verifies: `draft_positions` and `draft_token_ids`."""
+        return cls(draft_positions=spec_positions, draft_token_ids=spec_token_ids, **fields)
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Number of tokens before each logits row, [num_logits] int64: prompt, output and assumed drafts."""

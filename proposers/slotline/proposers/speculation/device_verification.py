@@ -62,8 +62,8 @@ def find_accepted(
         input_ids,
         logits_indices,
         table.tokens,
-        table.fallen,
-        table.max_drafts,
+        table.rejected,
+        table.max_spec_tokens,
     )
     return AcceptedDrafts(*found)
 
@@ -71,14 +71,14 @@ def find_accepted(
 def keep_drafts(
     found: torch.Tensor, newest: torch.Tensor, stand_ins: torch.Tensor, table: PlaceholderTokens, vocab_size: int
 ) -> torch.Tensor:
-    """Store the next step's drafts. Return the drafter's output and these drafts, [n, columns + max_drafts] int64.
+    """Store the next step's drafts. Return the drafter's output and these drafts, [n, columns + max_spec_tokens] int64.
 
     The table keeps the drafts. Invalid entries and padding are filled with the newest token.
 
     Args:
-        found: [n, columns] integers, at most `table.max_drafts` columns.
+        found: [n, columns] integers, at most `table.max_spec_tokens` columns.
         newest, stand_ins: [n] int64, the newest tokens and their placeholders.
         table: the placeholder tokens.
         vocab_size: size of the vocabulary.
     """
-    return table.ops.fill_drafts(found, newest, stand_ins, table.tokens, table.max_drafts, vocab_size)
+    return table.ops.fill_drafts(found, newest, stand_ins, table.tokens, table.max_spec_tokens, vocab_size)

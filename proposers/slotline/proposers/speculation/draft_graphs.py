@@ -15,16 +15,18 @@ from attrs import frozen
 
 from slotline.core.api.progress import counted
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.batch.hidden_states import ComputedStates
 from slotline.core.batch.padding import padded_size
 from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
 from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture
 from slotline.core.model_runner.graph_runner import GraphRunner
-from slotline.core.speculation.draft_attention import CapturedAttention, DraftAttention, StagedAttention
+from slotline.proposers.speculation.draft_attention import CapturedAttention, DraftAttention, StagedAttention
+from slotline.proposers.speculation.hidden_states import ComputedStates
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Drafter, Observer
 from slotline.registry.contracts.device import Graph
 from slotline.registry.contracts.device import GraphCapture as GraphSession
 from slotline.registry.errors import ContractError, IntegrityError
+
+NAME = "drafts"
 
 
 class _Computed(Protocol):
@@ -154,7 +156,7 @@ class DraftGraphs:
 
     def _capture_observation(self, shape: GraphShape, pool: GraphSession) -> _Observation:
         inputs, attend = self._target.made_up(shape)
-        hidden, layers = self._target.states(shape)
+        hidden, layers = self._results(shape)
         token_ids, following = self._tokens[:, : shape.num_tokens]
         states = ComputedStates(inputs=inputs, token_ids=token_ids, attend=attend, hidden=hidden, layers=layers)
         observer: Observer = self._drafter  # type: ignore[assignment]  # it declares needs_computed
@@ -165,7 +167,7 @@ class DraftGraphs:
         )
 
     def _capture_proposal(self, shape: GraphShape, pool: GraphSession) -> _Proposal:
-        size, (hidden, layers) = shape.padded_requests, self._target.states(shape)
+        size, (hidden, layers) = shape.padded_requests, self._results(shape)
         observed = self._observations[shape].observed if self._needs_computed else ()
         attention = None if self._attention is None else self._attention.captured(size)
         zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
@@ -200,6 +202,11 @@ class DraftGraphs:
                 fix="set drafter.graphs = false, and tell the author of the plugin",
             )
         return _Proposal(graph.replay, batch, positions, attention, alias_without_ownership(draft.token_ids))
+
+    def _results(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the hidden states and the inputs of layers that a replay of the model writes."""
+        hidden, extras = self._target.results(shape)
+        return hidden, extras.get(NAME)
 
     def _addresses(self, states: ComputedStates, computed: ComputedTokens) -> tuple[int, ...]:
         """Return the addresses of an observation's inputs that are not copied."""

@@ -15,80 +15,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
-from slotline.core.batch.hidden_states import HiddenStates
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.batch.rejections import drafted
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
-from slotline.core.batch.step_output import PendingSample
-from slotline.core.device.transfer_buffer import Download, TransferBuffer, reserved_bytes
-from slotline.core.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
-from slotline.core.speculation.draft_attention import StagedAttention
-from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.core.device.transfer_buffer import TransferBuffer, reserved_bytes
+from slotline.proposers.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
+from slotline.proposers.speculation.draft_runner import DraftRunner
+from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
+from slotline.proposers.speculation.rejections import drafted
+from slotline.proposers.speculation.step_drafts import StepDrafts
+from slotline.proposers.speculation.verified_drafts import Proposal, VerifiedDrafts
 from slotline.registry.contracts import DraftBatch
 
 Int = npt.NDArray[np.int64]
-
-
-@frozen(kw_only=True, eq=False)
-class Proposal:
-    """Drafts on their way to the host.
-
-    Attributes:
-        rows: [n] int64, the rows that the drafts belong to.
-        generations: [n], the rows' generations when the drafter was called.
-        found: [n, columns + k] int64: the drafter's output, then the drafts as the next step reads them.
-        columns: width of the first part.
-    """
-
-    rows: Int
-    generations: Int
-    found: Download
-    columns: int
-
-
-@frozen(kw_only=True, eq=False)
-class VerifiedDrafts:
-    """Inputs of a step's verification and of the proposal after it, made once the previous step was processed.
-
-    Attributes:
-        rows: [m] int64, the rows that sample.
-        verified: [m], the rows' drafts in this step.
-        num_requests: requests of the step.
-        on_device: [6, m] int64 on the device, for each row: the index of its first logits, its drafts, its known
-            tokens,
-            its next token's placeholder, its position among the step's requests, and its tokens in the step.
-        rows_device: [m] int64 on the device.
-        places: [num_logits] on the device, for each of the logits the index in `rows`.
-        drafts: [num_logits] int64 on the device, the draft verified by each of the logits, -1 after a row's last draft.
-        asked: [n] int64, indices into `rows` of the rows that get drafts.
-        asked_device: `asked` on the device. None for all rows.
-        room: [n] int64, maximum drafts per request. 0 if the request is included only to keep the batch uniform.
-        temperature: [n] float32 on the device.
-        following: [num_padded_tokens] int64 on the device, the token after each of the step's, as far as the host
-            knows.
-        input_ids, logits_indices: of the step, on the device.
-        attend: plans the drafter's own attention, if it has any, from the positions [n] of the newest tokens.
-    """
-
-    rows: Int
-    verified: Int
-    num_requests: int
-    on_device: torch.Tensor
-    rows_device: torch.Tensor
-    places: torch.Tensor
-    drafts: torch.Tensor | None
-    asked: Int
-    asked_device: torch.Tensor | None
-    room: Int
-    temperature: torch.Tensor
-    following: torch.Tensor | None
-    input_ids: torch.Tensor
-    logits_indices: torch.Tensor
-    attend: StagedAttention | None
+NAME = "drafts"
+"""Of the extension, under which a step's inputs and samples hold its data."""
 
 
 class AsyncSpecDecode:
@@ -136,13 +80,13 @@ class AsyncSpecDecode:
     def settle(self, inputs: ModelInputs, generations: Int) -> tuple[ModelInputs, VerifiedDrafts]:
         """Return a launched step's inputs with exact host numbers, once the step before was handed out.
 
-        What sampling reads is sent.
+        What sampling reads is sent. The inputs hold the second result too, in `StepDrafts.settled`.
 
         Args:
             inputs: the step's inputs.
             generations: [max_requests], generations of all rows when the step was launched.
         """
-        rows, which, positions = self._rows, inputs.logits_rows, inputs.draft_positions
+        rows, which, positions = self._rows, inputs.logits_rows, inputs.spec_positions
         seq_lens = inputs.seq_lens_cpu
         if inputs.pending is not None:
             fallen, seq_lens = np.where(inputs.pending, rows.num_fallen[inputs.rows], 0), seq_lens.copy()
@@ -150,15 +94,17 @@ class AsyncSpecDecode:
         self._staging.begin()
         upload = self._staging.upload
         sampling = SamplingMetadata.gather(rows, which, positions)
+        drafts = None if positions is None else drafted(rows, which, positions)
+        extras = dict(inputs.extras)
         inputs = evolve(
             inputs,
             seq_lens_cpu=seq_lens,
             sampling=sampling,
             sampling_params=None if sampling.all_greedy else upload(sampling.packed()),
-            drafts=None if positions is None else drafted(rows, which, positions),
+            extras=extras,
         )
         first = np.arange(len(which)) if positions is None else np.flatnonzero(positions == 0)
-        verified = np.diff(np.append(first, len(which))) - 1
+        verified = np.zeros(len(which), np.int64) if inputs.num_verified is None else inputs.num_verified
         own = which[first]
         known, at = rows.num_tokens[own], np.flatnonzero(np.isin(inputs.rows, own))
         live = rows.generation[own] == generations[own]
@@ -179,7 +125,7 @@ class AsyncSpecDecode:
             ),
             rows_device=upload(own),
             places=upload(np.repeat(np.arange(len(own)), verified + 1)),
-            drafts=None if inputs.drafts is None else upload(inputs.drafts),
+            drafts=None if drafts is None else upload(drafts),
             asked=asked,
             asked_device=None if len(asked) == len(own) else upload(asked),
             room=np.clip(room[asked], 0, self._drafting.num_tokens),
@@ -191,20 +137,33 @@ class AsyncSpecDecode:
             logits_indices=inputs.logits_indices,
             attend=attend,
         )
+        extras[NAME] = StepDrafts(token_ids=drafts, settled=settled)
         self._staging.flush()
         self._staging.mark()
         return inputs, settled
 
     @torch.inference_mode()
-    def propose(self, settled: VerifiedDrafts, sampling: PendingSample) -> Proposal | None:
+    def propose(
+        self,
+        settled: VerifiedDrafts,
+        sampled: torch.Tensor,
+        states: HiddenStates | None,
+        computed: ComputedStates | None,
+    ) -> Proposal | None:
         """Find the accepted drafts, store the next step's inputs, and call the drafter, all on the device.
+
+        Args:
+            settled: from `settle`.
+            sampled: [num_logits] int64, as in `PendingSample`.
+            states: of the logits rows.
+            computed: of all tokens.
 
         Returns:
             The proposal, or None if no request gets drafts.
         """
         drafting, table = self._drafting, self._last_tokens
         stood = find_accepted(
-            sampling.sampled,
+            sampled,
             settled.drafts,
             settled.on_device,
             settled.rows_device,
@@ -222,10 +181,9 @@ class AsyncSpecDecode:
             self._states.commit_there(slots, accepted)
         self._rows.num_drafts[settled.rows] = 0  # drafts of a row that waits for its exact count stay
         drafting.behind(settled.rows)
-        states, computed = sampling.states, sampling.computed
         if computed is not None and settled.following is not None:
             inputs = computed.inputs
-            ahead = settled.following.index_copy(0, inputs.logits_indices, sampling.sampled.clamp(min=0))
+            ahead = settled.following.index_copy(0, inputs.logits_indices, sampled.clamp(min=0))
             drafting.observe(computed, ahead)
         drafting.computed()
         if len(settled.asked) == 0:
@@ -272,12 +230,12 @@ class AsyncSpecDecode:
     def _rehearse(self) -> None:
         """Compile the kernels around the drafter, on a row that has not sampled yet."""
         table = self._last_tokens
-        zero = torch.zeros(1, dtype=torch.int64, device=table.fallen.device)
+        zero = torch.zeros(1, dtype=torch.int64, device=table.rejected.device)
         on_device = torch.zeros(6, 1, dtype=torch.int64, device=zero.device)
         on_device[3] += int(table.stand_ins(np.zeros(1, np.int64))[0])
         for drafts in (None, zero):
             find_accepted(zero, drafts, on_device, zero, zero, zero, zero, table)
-        drafted = zero[:, None].expand(1, table.max_drafts).contiguous()
+        drafted = zero[:, None].expand(1, table.max_spec_tokens).contiguous()
         keep_drafts(drafted, zero, on_device[3], table, self._vocab_size)
 
     def _batch(

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.sampling.sampler import uniforms
+from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.registry.contracts import ComputedTokens, DraftBatch
 
 Int = npt.NDArray[np.int64]

@@ -6,18 +6,19 @@ rejected ones, and subtracts them from the next step's lengths, positions and sl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import frozen
 
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.device.torch_ops import TorchOps
-from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.core.model_runner.device_inputs import UploadedInputs
 from slotline.registry.contracts import DeviceOps
 
 
@@ -35,7 +36,10 @@ class Bounds(NamedTuple):
 
 
 def upload_bounds(
-    host: InputBatchCPU, pending: npt.NDArray[np.bool_], null_row: int, staging: TransferBuffer
+    host: InputBatchCPU,
+    pending: npt.NDArray[np.bool_],
+    null_row: int,
+    upload: Callable[[npt.NDArray[Any]], torch.Tensor],
 ) -> Bounds:
     """Upload the bounds of a step.
 
@@ -46,14 +50,49 @@ def upload_bounds(
     which[:requests] = np.where(pending, host.rows, null_row)
     owner = np.full(len(host.input_ids), len(host.seq_lens))
     owner[: host.num_tokens] = np.repeat(np.arange(requests), host.counts)
-    return Bounds(staging.upload(which), staging.upload(owner))
+    return Bounds(upload(which), upload(owner))
+
+
+@frozen(eq=False)
+class BoundedInputs:
+    """Inputs of a step on the device whose numbers are upper bounds.
+
+    Attributes:
+        positions: [num_padded_tokens] int64.
+        slot_mappings: [num_padded_tokens] int64 by cache group.
+        seq_lens: [num_padded_requests] int32.
+    """
+
+    positions: torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
+    seq_lens: torch.Tensor
+
+
+def make_exact(
+    inputs: ModelInputs,
+    bounds: Bounds,
+    table: PlaceholderTokens,
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+) -> None:
+    """Make the bounds of a step's inputs exact on the device, in place."""
+    batches = inputs.batches[: len(groups)]  # of the first pipeline stage
+    seq_lens = [batch.seq_lens for batch, group in zip(batches, groups, strict=True) if group.fixed_len is None]
+    sent = BoundedInputs(
+        inputs.positions,
+        [batch.slot_mapping for batch in batches],
+        seq_lens[0] if seq_lens else torch.zeros_like(bounds.which[:-1], dtype=torch.int32),
+    )
+    tables = [batch.block_table for batch in batches]
+    accepted = getattr(inputs.extras.get("states"), "num_accepted", None)
+    subtract_rejected(table.rejected, bounds, sent, tables, accepted, groups, kernel_block_sizes, table.ops)
 
 
 @torch.inference_mode()  # the views were made while graphs were captured, and are inference tensors
 def subtract_rejected(
     fallen: torch.Tensor,
     bounds: Bounds,
-    sent: UploadedInputs,
+    sent: BoundedInputs,
     tables: Sequence[torch.Tensor],
     accepted: torch.Tensor | None,
     groups: Sequence[CacheGroup],

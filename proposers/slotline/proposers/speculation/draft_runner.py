@@ -16,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.batch.draft_tree import DraftTree
-from slotline.core.batch.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.device.torch_device import HostTime
 from slotline.core.model_runner.graph_runner import GraphRunner
-from slotline.core.speculation.draft_attention import DraftAttention, StagedAttention
-from slotline.core.speculation.draft_graphs import DraftGraphs
-from slotline.core.speculation.draft_history import DraftHistory
-from slotline.core.speculation.draft_inputs import computed_tokens, draft_batch, following_tokens
-from slotline.core.speculation.draft_length_controller import DraftLengthController
-from slotline.core.speculation.draft_timing import StepTimes
-from slotline.core.speculation.spec_decode_metrics import SpecDecodeMetrics
+from slotline.proposers.speculation.draft_attention import DraftAttention, StagedAttention
+from slotline.proposers.speculation.draft_graphs import DraftGraphs
+from slotline.proposers.speculation.draft_history import DraftHistory
+from slotline.proposers.speculation.draft_inputs import computed_tokens, draft_batch, following_tokens
+from slotline.proposers.speculation.draft_length_controller import DraftLengthController
+from slotline.proposers.speculation.draft_timing import StepTimes
+from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates, LayerTaps
+from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
 from slotline.registry.contracts import (
     ComputedTokens,
     Draft,
@@ -59,11 +59,10 @@ class DraftRunner:
         probabilities: [requests, k, vocab_size] on the device, the distributions of the last proposal, if known.
             `RequestTable.draft_entry` maps rows to its entries.
         observing: True if the drafter observes the running step.
-        attention: of the drafter's own layers, if it has any. Set once the caches exist.
+        attention: of the drafter's own layers, if it has any and the caches exist.
         graphs: replays the drafter's work, if it is captured.
     """
 
-    attention: DraftAttention | None = None
     graphs: DraftGraphs | None = None
 
     def __init__(
@@ -82,7 +81,9 @@ class DraftRunner:
         check: bool = False,
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
         time_point: Callable[[], TimePoint] = HostTime,
+        attention: DraftAttention | None = None,
     ) -> None:
+        self.attention = attention
         self.drafter = drafter
         self.name = name
         self.control = control

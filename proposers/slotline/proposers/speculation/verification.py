@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.batch.draft_tree import DraftTree
-from slotline.core.batch.rejections import Rejections
 from slotline.core.sampling.sampler import invert
+from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.rejections import Rejections
 
 Int = npt.NDArray[np.int64]
 

@@ -1,1 +1,0 @@
-"""Speculative decoding: drafts, their verification and their statistics."""

@@ -1,0 +1,168 @@
+"""Construction of the drafter, with the parts of the served model that it uses."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from attrs import evolve, frozen
+
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.parts import Parts
+from slotline.core.device.torch_device import clock_of
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.planner.drafter import draft_path, numbered
+from slotline.planner.model_family import family_for
+from slotline.planner.plan import Planned
+from slotline.proposers.speculation.async_spec_decode import AsyncSpecDecode
+from slotline.proposers.speculation.draft_attention import DraftAttention
+from slotline.proposers.speculation.draft_length_controller import DraftLengthController
+from slotline.proposers.speculation.draft_runner import DraftRunner
+from slotline.registry.contracts import Drafter, DrafterCapabilities, DrafterContext, Model, ModelContext
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.loading import bind_contract
+
+
+def _load_draft_model(planned: Planned, path: Path) -> Model:
+    """Load a whole draft model on the device, with its attention layers numbered after those of the served model."""
+    config = planned.loaded.config
+    descriptor, family = family_for(planned.registry, path, "drafter.path")
+    facts = family.inspect(path)
+    layers = numbered(facts.layers, len(planned.facts.layers))
+    return family.load(
+        ModelContext(
+            contract=bind_contract(descriptor),
+            facts=evolve(facts, layers=layers, max_model_len=planned.max_model_len),
+            device=planned.device,
+            dtype=planned.plan.dtype,
+            optimize=config.optimize,
+            options=planned.options(descriptor),
+        )
+    )
+
+
+@frozen(eq=False)
+class DraftRunnerBuilder:
+    """Builder of the draft runner, without the caches and with them.
+
+    Attributes:
+        planned: the plan.
+        rows: the request table.
+        last_tokens: tokens of a step in flight. None without async scheduling.
+        context: of the drafter.
+        drafter: the built plugin.
+    """
+
+    planned: Planned
+    rows: RequestTable
+    last_tokens: PlaceholderTokens | None
+    context: DrafterContext
+    drafter: Drafter
+
+    @classmethod
+    def of(cls, parts: Parts) -> DraftRunnerBuilder:
+        """Build the planned drafter."""
+        context = _context(parts)
+        fix = "take a smaller draft model, or lower scheduler.max_requests"
+        drafter = parts.build(_descriptor(parts.planned), context, fix)
+        return cls(parts.planned, parts.rows, parts.last_tokens, context, drafter)
+
+    def build(self, attention: DraftAttention | None = None) -> DraftRunner:
+        """Build the runner, with the attention of the drafter's own layers if it has any."""
+        planned, descriptor = self.planned, _descriptor(self.planned)
+        return DraftRunner(
+            self.drafter,
+            descriptor.capabilities,
+            self.rows,
+            name=planned.registry.full_name(descriptor),
+            num_tokens=self.context.num_tokens,
+            vocab_size=self.context.vocab_size,
+            device=planned.device,
+            control=_draft_control(planned, self.rows),
+            trees=planned.trees,
+            uniform=_captures_verification(planned),
+            check=planned.loaded.config.observability.check_integrity,
+            embed=self.context.embed,
+            time_point=clock_of(planned.hardware[planned.device]),
+            attention=attention,
+        )
+
+    def attention(self, runner: ModelRunner, inputs: InputPreparer) -> DraftAttention | None:
+        """Build the attention of the drafter's own layers. Return None if it has none."""
+        planned = self.planned
+        if not planned.draft_layers:
+            return None
+        return DraftAttention(
+            runner.router,
+            planned.draft_layers,
+            inputs.groups,
+            inputs.kernel_block_sizes,
+            max_model_len=planned.max_model_len,
+            num_tokens=self.context.num_tokens,
+            leads=_descriptor(planned).capabilities.catches_up,
+            device=planned.device,
+            ops=planned.hardware[planned.device].ops,
+        )
+
+    def overlap(self, drafting: DraftRunner, runner: ModelRunner) -> AsyncSpecDecode:
+        """Build the verification and the proposal on the device."""
+        assert self.last_tokens is not None
+        return AsyncSpecDecode(
+            self.rows,
+            drafting,
+            self.last_tokens,
+            self.planned.hardware[self.planned.device].transfer_buffer(),
+            runner.extensions.named.get("states"),
+            max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
+            vocab_size=self.planned.facts.vocab_size,
+        )
+
+    def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return a step's tokens [num_padded_tokens] int64, those of a step in flight included."""
+        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+
+
+def _descriptor(planned: Planned) -> Descriptor[DrafterCapabilities]:
+    assert planned.drafter is not None  # or there would be no extension for it
+    return planned.drafter
+
+
+def _context(parts: Parts) -> DrafterContext:
+    planned, rows, model = parts.planned, parts.rows, parts.model
+    loaded, facts, descriptor = planned.loaded, planned.facts, _descriptor(planned)
+    embed = getattr(model, "embed", None)
+    return DrafterContext(
+        contract=bind_contract(descriptor),
+        num_tokens=loaded.config.drafter.tokens,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_requests=rows.max_requests,
+        max_model_len=rows.max_model_len,
+        device=planned.device,
+        dtype=planned.plan.dtype,
+        path=draft_path(loaded, facts),
+        facts=facts,
+        compute_logits=parts.outside_steps(model.compute_logits),
+        embed=None if embed is None else parts.outside_steps(embed),
+        layers=planned.draft_layers,
+        load_model=partial(_load_draft_model, planned),
+        ops=planned.hardware[planned.device].ops,
+        options=planned.options(descriptor),
+    )
+
+
+def _draft_control(planned: Planned, rows: RequestTable) -> DraftLengthController | None:
+    """Build the controller of draft lengths if the plan adapts them, else None."""
+    if not planned.adaptive:
+        return None
+    num_tokens = planned.loaded.config.drafter.tokens
+    return DraftLengthController(rows.max_requests, num_tokens, uniform=_captures_verification(planned))
+
+
+def _captures_verification(planned: Planned) -> bool:
+    """Return whether graphs are captured for batches in which all requests have the same number of drafts."""
+    return dict(planned.plan.graphs.phases).get("verify", "none") != "none"

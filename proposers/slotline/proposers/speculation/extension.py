@@ -1,0 +1,254 @@
+"""Extension of a plan with a drafter: it takes part in a step as the package's docstring says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import evolve
+
+from slotline.core.batch.input_batch_cpu import InputBatchCPU
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.request import Request
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
+from slotline.core.builder.parts import Parts
+from slotline.core.device.transfer_buffer import reserved_bytes
+from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.proposers.speculation.async_spec_decode import NAME, AsyncSpecDecode
+from slotline.proposers.speculation.build import DraftRunnerBuilder
+from slotline.proposers.speculation.draft_runner import DraftRunner
+from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
+from slotline.proposers.speculation.rejected_token_correction import make_exact
+from slotline.proposers.speculation.rejections import PLACE_WIDTH
+from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
+from slotline.proposers.speculation.step_drafts import SampledDrafts, StepDrafts, arrange_tree, with_mask
+from slotline.proposers.speculation.verification import reject, standing
+from slotline.registry.contracts import ExtensionContext
+
+Int = npt.NDArray[np.int64]
+
+
+class DraftsExtension:
+    """Speculative decoding that proposes once a step's tokens are handed out.
+
+    Attributes:
+        drafting: the drafter and its record. It is built again once the caches exist.
+        overlap: drafts under async scheduling. None without.
+    """
+
+    overlap: AsyncSpecDecode | None = None
+
+    def __init__(self, context: ExtensionContext) -> None:
+        parts: Parts = context.parts
+        self._planned = parts.planned
+        self._rows = parts.rows
+        self._profiler = parts.profiler
+        self._revise: tuple[Callable[[Int, int], None], ...] = tuple(
+            one.after_draft for one in parts.named.values() if hasattr(one, "after_draft")
+        )
+        self._builder = DraftRunnerBuilder.of(parts)
+        self.drafting: DraftRunner = self._builder.build()
+
+    @property
+    def counts(self) -> SpecDecodeMetrics:
+        """The acceptance and the times of a run."""
+        return self.drafting.counts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the statistics, see `DraftRunner.to_json`."""
+        return self.drafting.to_json()
+
+    def caches_built(self, runner: ModelRunner, inputs: InputPreparer, *, profiles: bool) -> None:
+        """Build the attention of the drafter's own layers."""
+        self.drafting = self._builder.build(self._builder.attention(runner, inputs))
+
+    def rehearse(self, output: StepOutput) -> None:
+        """Show the drafter a made-up step."""
+        self.drafting.rehearse(output.extras[NAME].computed)
+
+    def capture_graphs(self, graphs: GraphRunner, *, progress: bool) -> None:
+        """Capture the drafter's work if the plan says so."""
+        if self._planned.captures_drafts:
+            self.drafting.capture(graphs, progress=progress)
+
+    def admit(self, request: Request) -> None:
+        """Admit a request to the drafter."""
+        self.drafting.admit(request)
+
+    def release(self, row: int) -> None:
+        """Have the drafter forget a row."""
+        self.drafting.release(row)
+
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Forget all drafts."""
+        self.drafting.forget()
+
+    def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Record the start of a step."""
+        if scheduled.num_tokens:
+            self.drafting.starting(scheduled)
+        return scheduled
+
+    def needs_eager(self, scheduled: SchedulerOutput) -> bool:
+        """Return True if a step verifies a tree."""
+        return self._rows.tree is not None and bool(self._rows.num_drafts[scheduled.rows].any())
+
+    def arrange_spec_tokens(self, batch: InputBatchCPU) -> InputBatchCPU:
+        """Return a step's batch with the positions of a tree."""
+        tree = self._rows.tree
+        return batch if tree is None else arrange_tree(self._rows, tree, batch)
+
+    def staging_bytes(self, max_tokens: int) -> int:
+        """Return the bytes of bounds, of a tree's mask and of the places of rejection sampling."""
+        requests, most = self._rows.max_requests, self.drafting.num_tokens
+        bounds = reserved_bytes((requests + 1,), np.int64)
+        bounds += reserved_bytes((max(max_tokens, requests * (1 + most)),), np.int64)
+        tree = reserved_bytes((most, most), np.bool_) + reserved_bytes((most,), np.int64)
+        return bounds + tree + reserved_bytes((requests * most, PLACE_WIDTH), np.int64)
+
+    def gather(self, batch: InputBatchCPU, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> StepDrafts:
+        """Gather the drafts of a step."""
+        known = self.drafting.probabilities is not None
+        return StepDrafts.gather(self._rows, batch, upload, known_distribution=known)
+
+    def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """Return a step's inputs with the mask of a tree."""
+        mask = inputs.extras[NAME].mask
+        return inputs if mask is None else with_mask(inputs, mask)
+
+    def forward_kwargs(self, inputs: ModelInputs) -> Mapping[str, Any]:
+        """Return what copies the inputs of layers, if the drafter reads any."""
+        return {} if self.drafting.taps is None else {"tap": self.drafting.taps}
+
+    def capture_kwargs(
+        self, inputs: ModelInputs, broken: frozenset[str], cut: Callable[[Callable[[], None]], None]
+    ) -> Mapping[str, Any]:
+        """Return the same: the copies are captured."""
+        return self.forward_kwargs(inputs)
+
+    def take_results(self) -> torch.Tensor | None:
+        """Return the inputs of layers that the drafter reads, [num_padded_tokens, layers * hidden_size]."""
+        return None if self.drafting.taps is None else self.drafting.taps.take()
+
+    def wants_all_hidden(self, inputs: ModelInputs) -> bool:
+        """Return True if the drafter observes the step."""
+        return self.drafting.observing
+
+    def wants_final_logits(self, inputs: ModelInputs) -> bool:
+        """Return True if rejection sampling decides drafts of the step."""
+        return inputs.extras[NAME].rejections is not None
+
+    def revise_tokens(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: ModelInputs) -> torch.Tensor:
+        """Return the tokens [num_logits] after rejection sampling, if it applies."""
+        rejections, probabilities = inputs.extras[NAME].rejections, self.drafting.probabilities
+        if rejections is None or final is None or probabilities is None:
+            return tokens
+        return reject(final, tokens, probabilities, rejections)
+
+    def keep_states(self, launched: ForwardOutput, states: torch.Tensor) -> SampledDrafts:
+        """Return the states that the drafter reads: of the logits rows, and of all tokens if it reads those."""
+        inputs, layers, drafting = launched.inputs, launched.extras.get(NAME), self.drafting
+        observing, computed = drafting.observing, None
+        own = HiddenStates(
+            last=states if drafting.needs_hidden_states else None,
+            layers=None if layers is None else layers[inputs.logits_indices],
+            index=inputs.logits_indices if observing else None,
+        )
+        if observing:
+            token_ids = self._builder.token_ids(inputs)
+            computed = ComputedStates(
+                inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=launched.hidden, layers=layers
+            )
+        guesses = self._rows.num_guesses[inputs.sampling.rows]
+        return SampledDrafts(step=inputs.extras[NAME], guesses=guesses, states=own, computed=computed)
+
+    def accept_tokens(self, pending: PendingSample, token_ids: Int) -> tuple[Int, Int | None]:
+        """Return the logits rows whose drafts all stand, and count them."""
+        own: SampledDrafts = pending.extras[NAME]
+        step, positions = own.step, pending.spec_positions
+        assert step.token_ids is not None
+        assert positions is not None
+        stands = standing(token_ids, step.token_ids, positions, step.tree, step.nodes)
+        self.drafting.count(pending.batch.rows, positions, stands, own.guesses)
+        places = np.flatnonzero(stands)
+        if step.tree is None or step.nodes is None:
+            return places, None
+        return places, step.tree.num_kept(step.nodes[places])
+
+    def after_step(self, output: StepOutput, generations: Int) -> None:
+        """Ask for the drafts that the next step verifies."""
+        with self._profiler.scope("draft"):
+            self._propose(output, generations)
+
+    def _propose(self, output: StepOutput, generations: Int) -> None:
+        own: SampledDrafts = output.extras[NAME]
+        rows, places = output.rows, output.places
+        if output.spec_positions is not None:
+            rows = rows[output.spec_positions == 0]
+        going = self._rows.generation[rows] == generations[rows]
+        hidden = own.states
+        if hidden is not None and places is not None:
+            last = np.append(output.rows[1:] != output.rows[:-1], True) if len(places) else slice(0)
+            hidden = hidden.take(places[last][going])
+        if own.computed is not None:
+            self.drafting.observe(own.computed)
+        self.drafting.propose(rows[going], hidden)
+        for revise in self._revise:
+            revise(rows[going], self.drafting.num_tokens)
+
+
+class OverlappedDraftsExtension(DraftsExtension):
+    """Speculative decoding under async scheduling: verification and proposal on the device."""
+
+    overlap: AsyncSpecDecode
+
+    def caches_built(self, runner: ModelRunner, inputs: InputPreparer, *, profiles: bool) -> None:
+        """Build the attention of the drafter's own layers, and the verification on the device."""
+        super().caches_built(runner, inputs, profiles=profiles)
+        if not profiles:
+            self.overlap = self._builder.overlap(self.drafting, runner)
+            self._inputs = inputs
+
+    def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """Make the numbers of a step exact on the device."""
+        bounds = inputs.extras[NAME].bounds
+        if bounds is not None and self._builder.last_tokens is not None:
+            make_exact(inputs, bounds, self._builder.last_tokens, self._inputs.groups, self._inputs.kernel_block_sizes)
+        return inputs
+
+    def settle_step(
+        self, launched: ForwardOutput, scheduled: SchedulerOutput, generations: Int
+    ) -> tuple[ForwardOutput, SchedulerOutput]:
+        """Make the host's numbers exact, and send what the verification reads."""
+        inputs, rows = launched.inputs, scheduled.rows
+        if inputs.pending is not None:
+            rejected = np.where(inputs.pending, self._rows.num_fallen[rows], 0)
+            scheduled = evolve(scheduled, num_computed=scheduled.num_computed - rejected)
+        inputs, _ = self.overlap.settle(inputs, generations)
+        return evolve(launched, inputs=inputs), scheduled
+
+    def extend_pending(self, pending: PendingSample) -> PendingSample:
+        """Verify on the device and propose. The samples keep nothing that the drafter has read."""
+        own: SampledDrafts = pending.extras[NAME]
+        assert own.step.settled is not None
+        with self._profiler.scope("draft"):
+            proposal = self.overlap.propose(own.step.settled, pending.sampled, own.states, own.computed)
+        kept = SampledDrafts(step=own.step, guesses=own.guesses, states=None, computed=None, proposal=proposal)
+        return evolve(pending, extras={**pending.extras, NAME: kept})
+
+    def after_step(self, output: StepOutput, generations: Int) -> None:
+        """Write the drafts after the tokens of their rows, which are all known by now."""
+        proposal = output.extras[NAME].proposal
+        if proposal is not None:
+            self.overlap.place(proposal)
+
+
+def build_drafts(context: ExtensionContext) -> DraftsExtension:
+    """Build speculative decoding as the plan schedules it."""
+    return OverlappedDraftsExtension(context) if context.parts.planned.asynchronous else DraftsExtension(context)
