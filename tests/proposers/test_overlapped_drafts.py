@@ -245,7 +245,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
     events: list[str] = []
     overlap, runner = llm.engine.extension("drafts").overlap, llm.engine.runner
     assert overlap is not None
-    watched = [(runner, "launch"), (runner, "sample"), (runner, "finish"), (overlap, "propose"), (overlap, "place")]
+    head = runner.head
+    watched = [(runner, "launch"), (head, "start"), (head, "finish"), (overlap, "propose"), (overlap, "place")]
     originals = [getattr(owner, name) for owner, name in watched]
 
     def noted(name: str, original: Any) -> Callable[..., Any]:
@@ -262,8 +263,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
     finally:
         for owner, name in watched:
             delattr(owner, name)
-    step = ["launch", "finish", "place", "sample", "propose"]
-    assert events[:3] == ["launch", "sample", "propose"]
+    step = ["launch", "finish", "place", "start", "propose"]
+    assert events[:3] == ["launch", "start", "propose"]
     assert events[3:13] == step * 2
 
 
