@@ -241,7 +241,7 @@ def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None
     for row, (count, guessed) in enumerate(zip(counts, drafts, strict=True)):
         rows.num_tokens[row] = 10 if guessed else count
         rows.num_computed_tokens[row] = rows.num_tokens[row] + guessed - count
-        rows.num_drafts[row] = guessed
+        rows.num_spec_tokens[row] = guessed
         assert cache.try_grow(row, int(rows.num_computed_tokens[row]) + count)
     gatherer = InputPreparer(
         rows, cache.groups, [16], CpuTransferBuffer(), HostTables(cache.groups, [16]), max_tokens=256, max_spec_tokens=3

@@ -255,7 +255,7 @@ def test_what_a_grammar_forces_says_nothing_of_the_drafter(
     monkeypatch.setattr(drafting, "control", control)
     before = control.to_json()["acceptance"]
     for forced in (True, False):
-        llm.engine.rows.draft(np.array([0, 1]), np.array([[5, 6]] * 2), np.array([2, 2]), forced=forced)
+        drafting.drafts.write(np.array([0, 1]), np.array([[5, 6]] * 2), np.array([2, 2]), forced=forced)
         drafting.count(np.repeat([0, 1], 3), np.tile(np.arange(3), 2), np.ones(6, bool), np.full(6, 2))
         assert (control.to_json()["acceptance"] == before) == forced
 

@@ -20,6 +20,7 @@ from repository import SUPPORT
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.rejections import Rejections
 from slotline.proposers.speculation.verification import reject, standing
 from slotline.registry.contracts import Draft, DraftBatch
@@ -212,7 +213,7 @@ def test_drafts_stand_behind_the_known_tokens_and_are_cleared(tiny: Tiny, engine
         while llm.engine.has_work:
             llm.engine.step()
             if request.row >= 0:
-                known, drafts = int(rows.num_tokens[request.row]), int(rows.num_drafts[request.row])
+                known, drafts = int(rows.num_tokens[request.row]), int(rows.num_spec_tokens[request.row])
                 place = known - len(prompts[0])
                 assert rows.token_ids[request.row, known : known + drafts].tolist() == text[place : place + drafts]
                 assert rows.num_computed_tokens[request.row] == known - 1
@@ -247,12 +248,12 @@ def test_a_new_proposal_forgets_the_drafts_of_requests_that_waited(tiny: Tiny, e
         requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
         llm.engine.step()
         rows = [request.row for request in requests]
-        assert llm.engine.rows.num_drafts[rows].tolist() == [3, 3]
+        assert llm.engine.rows.num_spec_tokens[rows].tolist() == [3, 3]
         llm.engine.extension("drafts").drafting.propose(np.array(rows[:1]), None)
-        assert llm.engine.rows.num_drafts[rows].tolist() == [3, 0]
+        assert llm.engine.rows.num_spec_tokens[rows].tolist() == [3, 0]
         llm.engine.extension("drafts").drafting.drafter = Rogue("propose")
         llm.engine.step()
-        assert llm.engine.rows.num_drafts[rows].tolist() == [0, 0]
+        assert llm.engine.rows.num_spec_tokens[rows].tolist() == [0, 0]
         run_all(llm)
     assert [request.output_token_ids for request in requests] == texts
 
@@ -404,9 +405,9 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     target = torch.tensor([0.35, 0.05, 0.2, 0.0, 0.3, 0.1])
     drafter = torch.tensor([0.1, 0.3, 0.25, 0.2, 0.1, 0.05])
     drafts = torch.multinomial(drafter, n, replacement=True, generator=generator).numpy()
-    rows = RequestTable(1, 8)
-    rows.draft_entry[:] = 0
-    rows.num_guesses[:] = 1
+    drafts_of_rows = DraftTable(RequestTable(1, 8))
+    drafts_of_rows.entry[:] = 0
+    drafts_of_rows.num_guesses[:] = 1
     batch = SamplingMetadata(
         rows=np.zeros(n, np.int64),
         positions=np.arange(n),
@@ -416,7 +417,7 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
         log_floor=np.full(n, -np.inf, np.float32),
         seed=np.full(n, 5, np.uint64),
     )
-    rejections = Rejections.gather(rows, batch, np.zeros(n, np.int64), drafts, torch.from_numpy)
+    rejections = Rejections.gather(drafts_of_rows, batch, np.zeros(n, np.int64), drafts, torch.from_numpy)
     assert rejections is not None
     logits = target.log().expand(n, -1)
     tokens = reject(logits, torch.zeros(n, dtype=torch.int64), drafter.expand(1, 1, -1), rejections)

@@ -280,7 +280,7 @@ def drafts_placed(llm: LLM) -> list[tuple[list[int], list[int]]]:
     def place(proposal: Proposal) -> None:
         original(overlap, proposal)
         for row in proposal.rows[rows.generation[proposal.rows] == proposal.generations].tolist():
-            known, count = int(rows.num_tokens[row]), int(rows.num_drafts[row])
+            known, count = int(rows.num_tokens[row]), int(rows.num_spec_tokens[row])
             text = rows.token_ids[row, : known + count].tolist()
             found.append((text[:known], text[known:]))
 

@@ -176,7 +176,7 @@ def test_a_failure_in_the_middle_of_a_run_is_told_and_costs_one_proposal(
         while llm.engine.has_work:
             llm.engine.step()
             rows = [request.row for request in requests if request.row >= 0]
-            sizes.append(llm.engine.rows.num_drafts[rows].tolist())
+            sizes.append(llm.engine.rows.num_spec_tokens[rows].tolist())
     assert [request.output_token_ids for request in requests] == expected
     counts = llm.engine.extension("drafts").drafting.counts
     assert counts.failures == lost

@@ -47,7 +47,7 @@ class GraphDispatcher:
     Args:
         phases: the plan's phases and their states.
         sizes: token counts asked for, or ``auto``.
-        query_len: of a uniform batch under speculation, 1 + draft tokens.
+        query_len: of a uniform batch of requests that verify tokens, 1 + the most of these.
         max_requests, max_tokens: bounds on every batch.
         mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
             requests are padded too.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +27,13 @@ class RequestTable:
         token_ids: [max_requests, max_model_len] int32, prompt and output tokens. `shown_token_ids` is a read-only view
             of the same memory for plugins.
         num_tokens: known tokens, prompt and sampled, and the most that a step in flight may give: one, and one for each
-            draft that it verifies.
-        num_pending: the number of tokens of the step in flight. The places of the last one and of the drafts after it
-            hold placeholder ids until the step is handed out.
-        num_fallen: the rejected drafts of the row's last step that was handed out.
+            token that it verifies.
+        num_pending: the number of tokens of the step in flight. The places of the last one and of the tokens to verify
+            after it hold placeholder ids until the step is handed out.
+        num_rejected: the tokens that the row's last step rejected, of those that were handed out.
         generation: counts the times that the row's computed tokens were given up, by preemption or for good. It
             separates the results of a step in flight from those of a later request in the same row.
-        num_drafts: draft tokens. They follow the known tokens in `token_ids` until a step has verified them.
-        draft_entry: of the row in the drafter's last proposal, -1 if that came without distributions.
-        num_guesses: of the drafts, those that a drafter proposed. Further drafts only fill a captured batch.
-        forced: whether a grammar forces the drafts, so that they say nothing of the drafter.
-        tree: the form of all drafts if they are no chain. They are then in the order of its nodes.
+        num_spec_tokens: tokens that follow the known ones in `token_ids` until a step has verified them.
         num_prompt_tokens: tokens of the prompt.
         num_computed_tokens: tokens whose keys and values are in the cache.
         fixed_len: keys of the request that do not come from its tokens, see `Request.fixed_len`.
@@ -61,13 +56,9 @@ class RequestTable:
         self.shown_token_ids = np.asarray(self.token_ids.data.toreadonly())
         self.num_tokens = np.zeros(max_requests, np.int64)
         self.num_pending = np.zeros(max_requests, np.int64)
-        self.num_fallen = np.zeros(max_requests, np.int64)
+        self.num_rejected = np.zeros(max_requests, np.int64)
         self.generation = np.zeros(max_requests, np.int64)
-        self.num_drafts = np.zeros(max_requests, np.int64)
-        self.num_guesses = np.zeros(max_requests, np.int64)
-        self.forced = np.zeros(max_requests, bool)
-        self.tree: Any = None
-        self.draft_entry = np.full(max_requests, -1, np.int64)
+        self.num_spec_tokens = np.zeros(max_requests, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
         self.fixed_len = np.zeros(max_requests, np.int64)
@@ -122,36 +113,30 @@ class RequestTable:
         request.row = -1
         heapq.heappush(self._free, row)
 
-    def draft(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
-        """Put drafts after the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
-        self.num_drafts[rows] = self.num_guesses[rows] = counts
-        self.forced[rows] = forced
-        self.write_drafts(rows, token_ids, np.arange(token_ids.shape[1]) < counts[:, None])
-
-    def write_drafts(self, rows: Int, token_ids: Int, taken: npt.NDArray[np.bool_]) -> None:
+    def write_spec_tokens(self, rows: Int, token_ids: Int, taken: npt.NDArray[np.bool_]) -> None:
         """Write the `taken` [n, k] ones of `token_ids` [n, k] after the known tokens of `rows`."""
         which, places = taken.nonzero()
         self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
     def give_up(self, row: int) -> None:
-        """Forget the computed tokens of the row, its drafts, and the token that a step in flight would give."""
+        """Forget the computed tokens of the row, those to verify, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
-        self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.num_pending[row] = self.num_computed_tokens[row] = self.num_spec_tokens[row] = 0
         self.generation[row] += 1
 
     def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
         """Count the most tokens that a step in flight can give each of `rows`, which are distinct.
 
         Args:
-            stand_ins: [n] placeholder ids of the newest tokens. That of draft j after a token is j + 1 more.
-            verified: [n] drafts that the step verifies.
+            stand_ins: [n] placeholder ids of the newest tokens. Token j to verify after one has j + 1 more.
+            verified: [n] tokens that the step verifies.
         """
         self.num_pending[rows] = 1 + verified
         self.num_tokens[rows] += 1 + verified
-        ends, drafts = self.num_tokens[rows], self.num_drafts[rows]
+        ends, counts = self.num_tokens[rows], self.num_spec_tokens[rows]
         self.token_ids[rows, ends - 1] = stand_ins
-        for index in range(int(drafts.max(initial=0))):
-            taken = drafts > index
+        for index in range(int(counts.max(initial=0))):
+            taken = counts > index
             self.token_ids[rows[taken], ends[taken] + index] = stand_ins[taken] + 1 + index
 
     def vacate(self, row: int) -> None:
@@ -167,10 +152,8 @@ class RequestTable:
                 self.requests[row] = None
         held = np.array([request is not None for request in self.requests])
         self.num_tokens[:] = np.where(held, num_known, 0)
-        for numbers in (self.num_pending, self.num_computed_tokens, self.num_drafts):
+        for numbers in (self.num_pending, self.num_computed_tokens, self.num_spec_tokens):
             numbers[:] = 0
-        self.draft_entry[:] = -1
-        self.tree = None
         self.generation += 1
         self._free = np.flatnonzero(~held).tolist()
         self.hidden[:] = [request is not None and request.leader is not None for request in self.requests]
@@ -209,7 +192,7 @@ class RequestTable:
         num_prompt, params = len(request.prompt_token_ids), request.params
         self.token_ids[row, :num_prompt] = request.token_array
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
-        self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.num_computed_tokens[row] = self.num_spec_tokens[row] = 0
         self.fixed_len[row] = request.fixed_len
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A request that samples nothing has no token to come, so its prompt may be as long as the model allows.

@@ -22,7 +22,7 @@ class SchedulerOutput:
             of computed tokens.
         num_scheduled: [num_requests] int64, tokens of each, at least 1.
         num_computed: [num_requests] int64, tokens of each that were computed before.
-        num_tokens: sum of `num_scheduled`, drafts included.
+        num_tokens: sum of `num_scheduled`, tokens to verify included.
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
         failed: requests that could not be scheduled, with the reason. They keep the resources that they held before.

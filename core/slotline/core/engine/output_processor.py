@@ -85,7 +85,7 @@ class OutputProcessor:
             accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
             for roll_back in self.extensions.roll_back:
                 roll_back(schedule.rows, schedule.num_scheduled, accepted, verified)
-        rows.num_fallen[schedule.rows] = ends - computed
+        rows.num_rejected[schedule.rows] = ends - computed
         cache.commit(rows, schedule.rows, computed)
 
     def _standing(self, schedule: SchedulerOutput, output: StepOutput) -> Int:

@@ -1,9 +1,9 @@
 """The scheduler: the tokens that the next step computes for each request.
 
 There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
-difference, and the drafts after it. Running requests go first, in order. Then waiting requests are admitted while
-tokens, rows and blocks last. When blocks run out, drafts are dropped first. Then the running request that is last in
-order loses its blocks and is computed again later.
+difference, and verifies the tokens after it, if there are any. Running requests go first, in order. Then waiting
+requests are admitted while tokens, rows and blocks last. When blocks run out, tokens to verify are dropped first. Then
+the running request that is last in order loses its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Scheduler:
     """Scheduler with a token budget, first-come-first-served or priority order, and preemption by recomputation.
 
     Attributes:
-        lookahead: tokens after a step's own that a request gets blocks for if there are any, since a drafter's
-            attention writes there.
+        lookahead: tokens after a step's own that a request gets blocks for if there are any, since an
+            extension's attention writes there.
         extensions: methods of the step extensions.
     """
 
@@ -145,7 +145,7 @@ class Scheduler:
         after = self.rows.num_computed_tokens[rows] + counts
         ahead = np.minimum(after + self.lookahead, self.rows.max_model_len)
         preempted: list[Request] = []
-        undrafted = False
+        dropped = False
         short = self.cache.rows_short(rows, ahead)
         if len(short) and (self._grow_early(rows, ahead) or self.cache.try_grow_all(rows[short], ahead[short])):
             short = short[:0]
@@ -156,16 +156,16 @@ class Scheduler:
             if self.lookahead and self.cache.try_grow(request.row, int(ahead[position])):
                 continue
             while not self.cache.try_grow(request.row, int(after[position])):
-                if self.rows.num_drafts[request.row]:  # a guess is not worth a preemption
-                    self.rows.num_drafts[request.row] = 0
+                if self.rows.num_spec_tokens[request.row]:  # a guess is not worth a preemption
+                    self.rows.num_spec_tokens[request.row] = 0
                     after[position] = min(after[position], self.rows.num_tokens[request.row])
-                    undrafted = True
+                    dropped = True
                     continue
                 victims = self._preempt()
                 preempted += victims
                 if request in victims:
                     break
-        if preempted or undrafted:
+        if preempted or dropped:
             rows = self._running_rows
             counts = self._counts(rows, counts[: len(rows)])
         scheduled = counts > 0
@@ -198,12 +198,12 @@ class Scheduler:
         known = self.rows.num_tokens[rows]
         left = known - self.rows.num_computed_tokens[rows]
         left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
-        drafts = self.rows.num_drafts[rows]
-        if drafts.any():
-            if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
-                self.rows.num_drafts[rows] = 0  # every decode goes before any guess
+        guesses = self.rows.num_spec_tokens[rows]
+        if guesses.any():
+            if int((left + guesses)[left == 1].sum()) > self.max_batched_tokens:
+                self.rows.num_spec_tokens[rows] = 0  # every decode goes before any guess
             else:
-                left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
+                left = np.where(left > 0, left + guesses, 0)  # those of a row that waits wait, too
         if most is not None:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         for limit in self.extensions.limit_tokens:

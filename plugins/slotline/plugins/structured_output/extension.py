@@ -23,7 +23,7 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed
-from slotline.plugins.structured_output.forced_drafts import drafts_of, force_drafts
+from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
 from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.registry.attribution import BuiltPlugins
@@ -216,10 +216,10 @@ class StructuredOutputs:
         """
         return self._accept(rows, token_ids, ended) if self._states else {}
 
-    def after_draft(self, rows: Int, most: int) -> None:
+    def after_draft(self, drafts: DraftTable, rows: Int, most: int) -> None:
         """Draft the tokens that the grammars of rows [n] force, up to `most` for each row, see `force_drafts`."""
         if self._states:
-            self._force(rows, most)
+            self._force(drafts, rows, most)
 
     def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
         """Ask for the masks of a step's logits. Return None if none of its rows has a grammar.
@@ -270,8 +270,8 @@ class StructuredOutputs:
                 over[row] = ("error", self._plugins.described(error))
         return over
 
-    def _force(self, rows: Int, most: int) -> None:
-        force_drafts(self._rows, self._states, rows, most, self.name)
+    def _force(self, drafts: DraftTable, rows: Int, most: int) -> None:
+        force_drafts(drafts, self._states, rows, most, self.name)
 
     def _keep(self, row: int, state: GrammarState) -> None:
         self._states[row] = state

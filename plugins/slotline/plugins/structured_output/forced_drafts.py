@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,32 @@ Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
 
 
+class DraftTable(Protocol):
+    """Drafts of all rows, as the extension `drafts` keeps them.
+
+    Attributes:
+        rows: the request table.
+        entry: [max_requests] int64, of the row in the last proposal, -1 if no distribution of its drafts is known.
+        tree: the form of all drafts, None for chains. `num_chained` of its first nodes form a chain.
+    """
+
+    rows: RequestTable
+    entry: Int
+    tree: Any
+
+    def write(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
+        """Put drafts after the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        ...
+
+
 def drafts_of(table: RequestTable, row: int) -> list[int]:
     """Return the drafts of a row."""
     known = int(table.num_tokens[row])
-    drafts: list[int] = table.token_ids[row, known : known + table.num_drafts[row]].tolist()
+    drafts: list[int] = table.token_ids[row, known : known + table.num_spec_tokens[row]].tolist()
     return drafts
 
 
-def force_drafts(table: RequestTable, states: Mapping[int, GrammarState], rows: Int, most: int, name: str) -> None:
+def force_drafts(drafts: DraftTable, states: Mapping[int, GrammarState], rows: Int, most: int, name: str) -> None:
     """Draft the tokens that the grammars of rows [n] force, up to `most` for each row.
 
     If a grammar forces nothing, cut the row's existing drafts from the first banned one on, which cannot be accepted.
@@ -33,28 +52,29 @@ def force_drafts(table: RequestTable, states: Mapping[int, GrammarState], rows: 
     do not follow the distribution that the drafter names, and the text would lean towards them.
 
     Args:
+        drafts: of all rows.
         states: by row, of rows with a grammar.
         name: of the plugin, for the log.
     """
     bound = [row for row in rows.tolist() if row in states]
-    table.draft_entry[bound] = -1
-    most = most if (tree := table.tree) is None else min(most, tree.num_chained)
+    table, drafts.entry[bound] = drafts.rows, -1
+    most = most if (tree := drafts.tree) is None else min(most, tree.num_chained)
     for row in bound:
         longest = min(int(table.length_limit[row] - table.num_tokens[row]) - 1, most)
         if longest <= 0:
             continue
-        table.num_drafts[row] = min(int(table.num_drafts[row]), longest)
+        table.num_spec_tokens[row] = min(int(table.num_spec_tokens[row]), longest)
         try:
-            _force(table, states[row], row, longest)
+            _force(drafts, states[row], row, longest)
         except Exception:  # a plugin's code may raise anything, and a mask that fails ends the request
             logger.exception("structured-output plugin %r failed on drafts", name)
-            table.num_drafts[row] = 0
+            table.num_spec_tokens[row] = 0
 
 
-def _force(table: RequestTable, state: GrammarState, row: int, longest: int) -> None:
-    forced = list(state.forced())[:longest]
+def _force(drafts: DraftTable, state: GrammarState, row: int, longest: int) -> None:
+    table, forced = drafts.rows, list(state.forced())[:longest]
     if forced:
         count = state.count_legal(forced)
-        table.draft(np.array([row]), np.array([forced]), np.array([count]), forced=True)
-    elif table.num_drafts[row]:
-        table.num_drafts[row] = state.count_legal(drafts_of(table, row))
+        drafts.write(np.array([row]), np.array([forced]), np.array([count]), forced=True)
+    elif table.num_spec_tokens[row]:
+        table.num_spec_tokens[row] = state.count_legal(drafts_of(table, row))

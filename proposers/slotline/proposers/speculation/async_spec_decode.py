@@ -89,7 +89,7 @@ class AsyncSpecDecode:
         rows, which, positions = self._rows, inputs.logits_rows, inputs.spec_positions
         seq_lens = inputs.seq_lens_cpu
         if inputs.pending is not None:
-            fallen, seq_lens = np.where(inputs.pending, rows.num_fallen[inputs.rows], 0), seq_lens.copy()
+            fallen, seq_lens = np.where(inputs.pending, rows.num_rejected[inputs.rows], 0), seq_lens.copy()
             seq_lens[: len(fallen)] -= fallen.astype(np.int32)
         self._staging.begin()
         upload = self._staging.upload
@@ -179,7 +179,7 @@ class AsyncSpecDecode:
             accepted = torch.ones_like(slots)
             accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
-        self._rows.num_drafts[settled.rows] = 0  # drafts of a row that waits for its exact count stay
+        self._rows.num_spec_tokens[settled.rows] = 0  # drafts of a row that waits for its exact count stay
         drafting.behind(settled.rows)
         if computed is not None and settled.following is not None:
             inputs = computed.inputs
@@ -205,7 +205,7 @@ class AsyncSpecDecode:
         found = draft.token_ids
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
         used = drafting.most(self._bounds(settled)) if drafting.uniform and counts.any() else counts
-        self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
+        self._rows.num_spec_tokens[rows], self._drafting.drafts.num_guesses[rows] = used, counts
         if found.shape[1] == drafting.num_tokens:  # otherwise the filling tokens are not in the drafter's cache
             drafting.caught_up(rows, self._bounds(settled) - 1)
         return Proposal(
@@ -224,8 +224,9 @@ class AsyncSpecDecode:
         outside = self._drafting.outside(guesses)
         own, drafts = proposal.rows[live], drafts[live]
         meant = np.cumprod((guesses[live] >= 0) & ~outside[live], axis=1).sum(axis=1)
-        rows.num_guesses[own] = np.minimum(rows.num_guesses[own], meant)
-        rows.write_drafts(own, drafts, np.arange(drafts.shape[1]) < rows.num_drafts[own][:, None])
+        num_guesses = self._drafting.drafts.num_guesses
+        num_guesses[own] = np.minimum(num_guesses[own], meant)
+        rows.write_spec_tokens(own, drafts, np.arange(drafts.shape[1]) < rows.num_spec_tokens[own][:, None])
 
     def _rehearse(self) -> None:
         """Compile the kernels around the drafter, on a row that has not sampled yet."""

@@ -27,6 +27,7 @@ from slotline.proposers.speculation.draft_graphs import DraftGraphs
 from slotline.proposers.speculation.draft_history import DraftHistory
 from slotline.proposers.speculation.draft_inputs import computed_tokens, draft_batch, following_tokens
 from slotline.proposers.speculation.draft_length_controller import DraftLengthController
+from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.draft_timing import StepTimes
 from slotline.proposers.speculation.draft_tree import DraftTree
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates, LayerTaps
@@ -51,13 +52,14 @@ class DraftRunner:
 
     Attributes:
         name: of the plugin and its package.
+        drafts: those of all rows.
         control: chooses how many drafts are verified. None to verify all that are proposed.
         paused: True if drafting is paused.
         served: [max_requests] bool, rows whose requests the drafter admitted.
         uniform: True if all requests get equally many drafts, so that a captured graph fits.
         history: the copy of tokens that the drafter reads.
         probabilities: [requests, k, vocab_size] on the device, the distributions of the last proposal, if known.
-            `RequestTable.draft_entry` maps rows to its entries.
+            `DraftTable.entry` maps rows to its entries.
         observing: True if the drafter observes the running step.
         attention: of the drafter's own layers, if it has any and the caches exist.
         graphs: replays the drafter's work, if it is captured.
@@ -101,7 +103,7 @@ class DraftRunner:
             reader: LayerReader = drafter  # type: ignore[assignment]  # it declares needs_layers
             self.taps = LayerTaps(reader.layer_ids, device)
         self.counts = SpecDecodeMetrics(accepted_at=[0] * num_tokens)
-        self._rows = rows
+        self._rows, self.drafts = rows, DraftTable(rows)
         self.history, self._check = DraftHistory(rows), check
         self.needs_history = capabilities.needs_history
         self._vocab_size = vocab_size
@@ -136,11 +138,11 @@ class DraftRunner:
 
     def starting(self, schedule: SchedulerOutput) -> None:
         """Record the start of a step."""
-        drafts = self._rows.num_drafts[schedule.rows]
+        drafts = self._rows.num_spec_tokens[schedule.rows]
         decodes = bool((schedule.num_scheduled == 1 + drafts).all())
         self._times.begin(schedule.num_tokens, drafted=bool(drafts.any()), decodes=decodes)
         rows = schedule.rows
-        ready = (self._caught_up[rows] == self._rows.generation[rows]) & ~self._rows.forced[rows]
+        ready = (self._caught_up[rows] == self._rows.generation[rows]) & ~self.drafts.forced[rows]
         self.observing = self.needs_computed and not (self.catches_up and decodes and bool(ready.all()))
         self._learn()
 
@@ -242,15 +244,17 @@ class DraftRunner:
             return
         counts = self._lengths(token_ids, tree, known, room)
         counts = self.chosen(rows, counts, perf_counter() - start)
-        self._rows.draft(rows, token_ids, counts)
-        self._rows.tree = tree
+        self.drafts.write(rows, token_ids, counts)
+        self.drafts.tree = tree
         if self.uniform and tree is None and counts.any():
             self._fill(rows, known)
-        whole = self._rows.num_guesses[rows] == self._rows.num_drafts[rows]  # fillers are not in the drafter's cache
+        whole = (
+            self.drafts.num_guesses[rows] == self._rows.num_spec_tokens[rows]
+        )  # fillers are not in the drafter's cache
         self.caught_up(rows[whole], known[whole] - 1)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
-            self._rows.draft_entry[rows] = np.arange(len(rows))
+            self.drafts.entry[rows] = np.arange(len(rows))
 
     def wanted(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
         """Select which of `rows` [n] get drafts if the drafter is called, given that `room` [n] drafts of each fit.
@@ -295,9 +299,7 @@ class DraftRunner:
 
     def forget(self) -> None:
         """Forget all drafts, also those of rows that were not scheduled: a proposal is kept whole or not at all."""
-        self._rows.num_drafts[:] = 0
-        self._rows.draft_entry[:] = -1
-        self._rows.tree = None  # otherwise tokens forced by a grammar would be cut to the form of drafts that are gone
+        self.drafts.forget()
         self.probabilities = None
 
     def asks(self, rows: Int) -> bool:
@@ -327,7 +329,7 @@ class DraftRunner:
         self.counts.steps += int(some.sum())
         self.counts.proposed += int(drafted.sum())
         accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
-        judged = some & ~self._rows.forced[rows[first]]
+        judged = some & ~self.drafts.forced[rows[first]]
         if self.control is not None and judged.any():
             self.control.judged(rows[first][judged], drafts[judged], stood[judged])
         self.counts.accepted += int(accepted.sum())
@@ -348,11 +350,11 @@ class DraftRunner:
         its limit,
         whatever follows.
         """
-        guesses, most = self._rows.num_guesses[rows], self.most(known)
+        guesses, most = self.drafts.num_guesses[rows], self.most(known)
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
         left_open = (guesses[:, None] <= places) & (places < most[:, None])
-        self._rows.write_drafts(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
-        self._rows.num_drafts[rows] = np.maximum(guesses, most)
+        self._rows.write_spec_tokens(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
+        self._rows.num_spec_tokens[rows] = np.maximum(guesses, most)
 
     def _learn(self) -> None:
         """Read the times of the steps that are over by now."""

@@ -23,6 +23,7 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.proposers.speculation.async_spec_decode import NAME, AsyncSpecDecode
 from slotline.proposers.speculation.build import DraftRunnerBuilder
 from slotline.proposers.speculation.draft_runner import DraftRunner
+from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.proposers.speculation.rejected_token_correction import make_exact
 from slotline.proposers.speculation.rejections import PLACE_WIDTH
@@ -49,7 +50,7 @@ class DraftsExtension:
         self._planned = parts.planned
         self._rows = parts.rows
         self._profiler = parts.profiler
-        self._revise: tuple[Callable[[Int, int], None], ...] = tuple(
+        self._revise: tuple[Callable[[DraftTable, Int, int], None], ...] = tuple(
             one.after_draft for one in parts.named.values() if hasattr(one, "after_draft")
         )
         self._builder = DraftRunnerBuilder.of(parts)
@@ -97,11 +98,11 @@ class DraftsExtension:
 
     def needs_eager(self, scheduled: SchedulerOutput) -> bool:
         """Return True if a step verifies a tree."""
-        return self._rows.tree is not None and bool(self._rows.num_drafts[scheduled.rows].any())
+        return self.drafting.drafts.tree is not None and bool(self._rows.num_spec_tokens[scheduled.rows].any())
 
     def arrange_spec_tokens(self, batch: InputBatchCPU) -> InputBatchCPU:
         """Return a step's batch with the positions of a tree."""
-        tree = self._rows.tree
+        tree = self.drafting.drafts.tree
         return batch if tree is None else arrange_tree(self._rows, tree, batch)
 
     def staging_bytes(self, max_tokens: int) -> int:
@@ -115,7 +116,7 @@ class DraftsExtension:
     def gather(self, batch: InputBatchCPU, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> StepDrafts:
         """Gather the drafts of a step."""
         known = self.drafting.probabilities is not None
-        return StepDrafts.gather(self._rows, batch, upload, known_distribution=known)
+        return StepDrafts.gather(self.drafting.drafts, batch, upload, known_distribution=known)
 
     def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
         """Return a step's inputs with the mask of a tree."""
@@ -165,7 +166,7 @@ class DraftsExtension:
             computed = ComputedStates(
                 inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=launched.hidden, layers=layers
             )
-        guesses = self._rows.num_guesses[inputs.sampling.rows]
+        guesses = drafting.drafts.num_guesses[inputs.sampling.rows]
         return SampledDrafts(step=inputs.extras[NAME], guesses=guesses, states=own, computed=computed)
 
     def accept_tokens(self, pending: PendingSample, token_ids: Int) -> tuple[Int, Int | None]:
@@ -200,7 +201,7 @@ class DraftsExtension:
             self.drafting.observe(own.computed)
         self.drafting.propose(rows[going], hidden)
         for revise in self._revise:
-            revise(rows[going], self.drafting.num_tokens)
+            revise(self.drafting.drafts, rows[going], self.drafting.num_tokens)
 
 
 class OverlappedDraftsExtension(DraftsExtension):
@@ -228,7 +229,7 @@ class OverlappedDraftsExtension(DraftsExtension):
         """Make the host's numbers exact, and send what the verification reads."""
         inputs, rows = launched.inputs, scheduled.rows
         if inputs.pending is not None:
-            rejected = np.where(inputs.pending, self._rows.num_fallen[rows], 0)
+            rejected = np.where(inputs.pending, self._rows.num_rejected[rows], 0)
             scheduled = evolve(scheduled, num_computed=scheduled.num_computed - rejected)
         inputs, _ = self.overlap.settle(inputs, generations)
         return evolve(launched, inputs=inputs), scheduled

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata, uniforms
+from slotline.proposers.speculation.draft_table import DraftTable
 
 Int = npt.NDArray[np.int64]
 Upload = Callable[[npt.NDArray[Any]], torch.Tensor]
@@ -43,7 +44,7 @@ class Rejections:
 
     @classmethod
     def gather(
-        cls, rows: RequestTable, batch: SamplingMetadata, draft_positions: Int, drafts: Int, upload: Upload
+        cls, table: DraftTable, batch: SamplingMetadata, draft_positions: Int, drafts: Int, upload: Upload
     ) -> Rejections | None:
         """Gather the places among the logits rows of `batch`. Return None for none.
 
@@ -52,14 +53,14 @@ class Rejections:
         Args:
             draft_positions, drafts: [n], as in `ModelInputs`.
         """
-        guessed = (drafts >= 0) & (draft_positions < rows.num_guesses[batch.rows])
-        places = np.flatnonzero(guessed & (batch.temperature > 0) & (rows.draft_entry[batch.rows] >= 0))
+        guessed = (drafts >= 0) & (draft_positions < table.num_guesses[batch.rows])
+        places = np.flatnonzero(guessed & (batch.temperature > 0) & (table.entry[batch.rows] >= 0))
         if len(places) == 0:
             return None
         seed, positions = batch.seed[places], batch.positions[places]
         out = np.empty(len(places), _PLACE)
         out["place"], out["draft"] = places, drafts[places]
-        out["entry"], out["position"] = rows.draft_entry[batch.rows[places]], draft_positions[places]
+        out["entry"], out["position"] = table.entry[batch.rows[places]], draft_positions[places]
         out["accept"], out["draw"] = uniforms(seed ^ _ACCEPT, positions), uniforms(seed, positions)
         return cls(packed=upload(out.view(np.int64).reshape(-1, PLACE_WIDTH)))
 

@@ -14,6 +14,7 @@ from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.draft_tree import DraftTree
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.proposers.speculation.rejected_token_correction import Bounds, upload_bounds
@@ -49,25 +50,23 @@ class StepDrafts:
     settled: VerifiedDrafts | None = None
 
     @classmethod
-    def gather(
-        cls, rows: RequestTable, batch: InputBatchCPU, upload: Upload, *, known_distribution: bool
-    ) -> StepDrafts:
+    def gather(cls, table: DraftTable, batch: InputBatchCPU, upload: Upload, *, known_distribution: bool) -> StepDrafts:
         """Gather the drafts of a step.
 
         Args:
-            rows: the request table.
+            table: the drafts of all rows.
             batch: the step on the host.
             upload: as for `FeatureExtension.gather`.
             known_distribution: whether the drafter gave distributions with its last proposal.
         """
-        bounds = None
+        rows, bounds = table.rows, None
         if batch.pending is not None and batch.pending.any():
             bounds = upload_bounds(batch, batch.pending, rows.max_requests, upload)
         positions = batch.spec_positions
         if positions is None or batch.pending is not None:
             return NO_DRAFTS if bounds is None else cls(bounds=bounds)
         which = batch.logits_rows
-        if (tree := rows.tree) is not None and batch.num_verified is not None:
+        if (tree := table.tree) is not None and batch.num_verified is not None:
             nodes = _nodes(batch.num_verified)
             drafts = rows.token_ids[which, rows.num_tokens[which] + nodes - 1]
             num_nodes = np.maximum(batch.seq_lens[: len(batch.rows)] - rows.num_tokens[batch.rows], 0)
@@ -77,7 +76,7 @@ class StepDrafts:
         rejections = None
         if known_distribution:
             sampling = SamplingMetadata.gather(rows, which, positions)
-            rejections = Rejections.gather(rows, sampling, positions, drafts, upload)
+            rejections = Rejections.gather(table, sampling, positions, drafts, upload)
         return cls(token_ids=drafts, rejections=rejections)
 
 
