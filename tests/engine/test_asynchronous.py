@@ -79,7 +79,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
     llm = engines(tiny("llama"), **ON)
     events: list[str] = []
     runner = llm.engine.runner
-    originals = {name: getattr(runner, name) for name in ("launch", "sample", "finish")}
+    places = {"launch": (runner, "launch"), "sample": (runner.head, "start"), "finish": (runner.head, "finish")}
+    originals = {name: getattr(*place) for name, place in places.items()}
 
     def noted(name: str) -> Callable[[Any], Any]:
         def call(argument: Any) -> Any:
@@ -88,13 +89,13 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: T
 
         return call
 
-    for name in originals:
-        setattr(runner, name, noted(name))
+    for name, place in places.items():
+        setattr(*place, noted(name))
     try:
         llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     finally:
-        for name in originals:
-            delattr(runner, name)
+        for place in places.values():
+            delattr(*place)
     assert events == ["launch", "sample", "launch", "finish", "sample", "launch", "finish", "sample", "finish"]
 
 
