@@ -183,7 +183,7 @@ def test_graphs_are_cut_to_none_with_a_reason(tmp_path: Path) -> None:
 
 def test_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
     path, count = tiny_models.build("llama", tmp_path, 0), torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=rf"'cuda:{count}' is not there: {count} CUDA devices"):
+    with pytest.raises(ConfigError, match=rf"'cuda:{count}' is not there: {count} CUDA device"):
         engine(path, "cuda", **{"parallel.pipeline": ("cuda:0", f"cuda:{count}")})
     with pytest.raises(ConfigError, match=f"there are {count} CUDA devices"):
         engine(path, "cuda", **{"parallel.pipeline": count + 1})
