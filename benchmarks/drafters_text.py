@@ -51,10 +51,10 @@ def main() -> None:
             texts += [output.outputs[0].token_ids for output in outputs]
         seconds = time.perf_counter() - start
         expected = expected or texts
-        drafting = llm.engine.extension("drafts").drafting
+        drafts = llm.engine.extension("drafts")
         line = f"{name or 'none':10} {seconds:7.2f} s for {len(prompts)} files, batch {arguments.batch}"
-        if drafting is not None:
-            report = drafting.to_json()
+        if drafts is not None:
+            report = drafts.to_json()
             by_position = " ".join(f"{share:.0%}" for share in report["acceptance_by_position"])
             line += f", {report['acceptance_length']:.2f} tokens a step ({by_position})"
             line += f", {sum(a == b for a, b in zip(texts, expected, strict=True))} texts equal"
