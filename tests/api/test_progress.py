@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slotline.core.api import progress
-from slotline.core.api.progress import counted, progress_bar
+from slotline.llm.progress import counted, progress_bar
 
 
 class Terminal(io.StringIO):

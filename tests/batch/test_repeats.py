@@ -16,11 +16,11 @@ from devices import tables_on_a_device
 from engine_driver import add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS
 
+from slotline.builder import engine_builder as build
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import PackedParameters
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.builder import engine_builder as build
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.kv_cache.block_table import HostTables

@@ -15,9 +15,9 @@ from devices import transfer_buffer_for
 from repository import ROOT
 
 from slotline.backends.cuda.copies import PinnedBuffer as CudaTransferBuffer
+from slotline.builder.engine_builder import EngineBuilder
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config

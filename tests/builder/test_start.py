@@ -15,9 +15,9 @@ from engine_driver import random_prompts, tokens_of
 from tiny_engines import DEFAULTS
 
 from slotline.backends.cuda import copies as staging
+from slotline.builder.engine_builder import EngineBuilder
+from slotline.builder.warmup import Warmup
 from slotline.core import LLM, SamplingParams
-from slotline.core.builder.engine_builder import EngineBuilder
-from slotline.core.builder.warmup import Warmup
 from slotline.core.device import transfer_buffer
 from slotline.core.model_runner import model_runner
 from slotline.core.model_runner.model_runner import ModelRunner

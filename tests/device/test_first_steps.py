@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from slotline.builder import warmup as first_steps
+from slotline.builder.warmup import Warmup
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
-from slotline.core.builder import warmup as first_steps
-from slotline.core.builder.warmup import Warmup
 from slotline.registry.negotiation.groups import GraphPlan
 
 

@@ -15,9 +15,9 @@ import torch
 from attrs import evolve
 
 from slotline.backends.cuda.compiler import steps
+from slotline.builder import dry_runs as rehearsal
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
-from slotline.core.builder import dry_runs as rehearsal
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.core.model_runner import graph_capture as capturing

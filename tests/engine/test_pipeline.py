@@ -189,7 +189,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     """The ways to a GPU, in host memory: a buffer and block tables for each stage, which hear of every change."""
     made: list[FixedBuffers] = []
     monkeypatch.setattr(
-        "slotline.core.builder.engine_builder.transfer_buffer_for", lambda _: made.append(FixedBuffers()) or made[-1]
+        "slotline.builder.engine_builder.transfer_buffer_for", lambda _: made.append(FixedBuffers()) or made[-1]
     )
     for module in ("builder.engine_builder", "builder.placement"):
         monkeypatch.setattr(f"slotline.core.{module}.tables_for", tables_on_a_device)

@@ -86,7 +86,7 @@ def test_an_engine_on_a_machine_without_triton_imports_none() -> None:
     code = """if True:
         import sys
         sys.modules["triton"] = None  # any import of it fails
-        import slotline.core.builder.engine_builder
+        import slotline.builder.engine_builder
         from slotline.core import LLM"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,8 +11,8 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotline.core.builder.engine_builder import EngineBuilder
-from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, block_bytes
+from slotline.builder.cache_memory import allocate_pages, bind_caches, block_bytes
+from slotline.builder.engine_builder import EngineBuilder
 from slotline.planner.cache_specs import SpecBuilder, checked_page_bytes, plan_pool
 from slotline.planner.plan import Planned, make_plan
 from slotline.registry.capability import Align, Flag

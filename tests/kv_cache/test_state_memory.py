@@ -13,7 +13,7 @@ from tiny_models import known_oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
-from slotline.core.kv_cache.sizing import DeviceMemory
+from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.plugins.states.slots import count_slots
 from slotline.registry.errors import CapacityError
 

@@ -16,11 +16,12 @@ import torch
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS, everything_returned
 
+from slotline.builder.sizing import size_pool
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request import Status
 from slotline.core.device.transfer_buffer import CpuTransferBuffer, reserved_bytes
 from slotline.core.engine.engine import Engine
-from slotline.core.kv_cache.sizing import DeviceMemory, size_pool
+from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry import hookimpl
 from slotline.registry.errors import (
@@ -589,7 +590,7 @@ def test_buffers_of_fixed_size_hold_every_step_the_profiling_one_included(
 ) -> None:
     prompts = random_prompts([28, 3, 17, 9])
     expected = tokens_of(engines(tiny("llama")), prompts, SHORT)
-    monkeypatch.setattr("slotline.core.builder.engine_builder.transfer_buffer_for", lambda _: FixedBuffers())
+    monkeypatch.setattr("slotline.builder.engine_builder.transfer_buffer_for", lambda _: FixedBuffers())
     assert tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), prompts, SHORT) == expected
 
 

@@ -14,7 +14,7 @@ from tiny_engines import DEFAULTS
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.llm.beam_search import BeamSearchParams
+from slotline.llm.beam_search import BeamSearchParams
 from slotline.registry.errors import ConfigError, ModelError
 
 Tiny = Callable[..., Path]

@@ -226,7 +226,7 @@ def logits() -> None:
 
     from slotline.backends.cuda import triton_logits_ops as triton_rows
     from slotline.backends.cuda.triton_ops import TritonOps
-    from slotline.core.builder.dry_runs import rare_operations
+    from slotline.builder.dry_runs import rare_operations
     from slotline.plugins.logits_processors.penalties import device_counts
     from slotline.registry.contracts import LogitsBatch
 

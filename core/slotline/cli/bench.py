@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slotline.cli.bench_figures import Figure
     from slotline.cli.bench_limits import Machine
     from slotline.cli.bench_run import Run
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from slotline.cli.bench_limits import cost_of, measure_machine
     from slotline.cli.bench_run import median_run, timed_runs
     from slotline.core.device.scope import device_scope
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
 
     if arguments.runs < 1:
         raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")

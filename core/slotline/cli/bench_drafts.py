@@ -8,7 +8,7 @@ from slotline.cli.workloads import Workload
 
 if TYPE_CHECKING:
     from slotline.cli.bench_run import Run
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
 
 
 def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
 
 
 @frozen(kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slotline.core.api.lora_request import AdapterChoice
     from slotline.core.api.outputs import RequestOutput
     from slotline.core.api.prompts import Prompt
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
     from slotline.registry.contracts.sampling_params import SamplingParams
 
 
@@ -57,7 +57,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments.prompt)
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.llm import LLM
 
     _params(arguments, {})  # checked before the model is loaded, to report errors early
     values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}

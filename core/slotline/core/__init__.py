@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from slotline.core.engine.engine import Engine
-    from slotline.core.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from slotline.llm.llm import LLM
     from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
     from slotline.registry.contracts.sampling_params import SamplingParams
 
@@ -69,10 +69,10 @@ _LAZY = {
     "SamplingParams": "slotline.registry.contracts.sampling_params",
     "PoolingParams": "slotline.registry.contracts",
     "StructuredOutputsParams": "slotline.registry.contracts",
-    "LLM": "slotline.core.llm.llm",
-    "BeamSearchOutput": "slotline.core.llm.beam_search",
-    "BeamSearchParams": "slotline.core.llm.beam_search",
-    "BeamSearchSequence": "slotline.core.llm.beam_search",
+    "LLM": "slotline.llm.llm",
+    "BeamSearchOutput": "slotline.llm.beam_search",
+    "BeamSearchParams": "slotline.llm.beam_search",
+    "BeamSearchSequence": "slotline.llm.beam_search",
     "Engine": "slotline.core.engine.engine",
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
+from slotline.builder.engine_builder import EngineBuilder
 from slotline.cli.tuning.cases import Cases
 from slotline.cli.tuning.timing import Timing, time_cases
 from slotline.cli.tuning.trials import (
@@ -23,7 +24,6 @@ from slotline.cli.tuning.trials import (
     graph_trials,
     refused_backends,
 )
-from slotline.core.builder.engine_builder import EngineBuilder
 from slotline.core.device.scope import device_scope
 from slotline.core.engine.engine import Engine
 from slotline.planner.plan import Planned, make_plan

@@ -31,7 +31,7 @@ from slotline.core.engine.output_processor import OutputProcessor, StepResult
 from slotline.core.engine.recovery import Recovery
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.kv_cache.sizing import MemoryReport
+from slotline.core.kv_cache.memory_report import MemoryReport
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotline.core.builder.parts import Parts
+from slotline.builder.parts import Parts
 from slotline.plugins.cascade.prefixes import Cascade, CascadeGroup
 from slotline.registry.contracts import CascadeBackend, ExtensionContext
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from attrs import evolve
 
-from slotline.core.builder.parts import Parts
-from slotline.core.kv_cache.allocation import allocate_pages, bind_caches
+from slotline.builder.cache_memory import allocate_pages, bind_caches
+from slotline.builder.parts import Parts
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
 from slotline.registry.contracts import AttentionBackend, AttentionContext, ExtensionContext, KVSpec
 from slotline.registry.descriptor import Descriptor

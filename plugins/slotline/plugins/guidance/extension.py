@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.parts import Parts
 from slotline.core.sampling.logits_processors import ProcessorSlot, checking
 from slotline.plugins.guidance.pairs import LivePairs, pair, refuse_companion
 from slotline.plugins.guidance.places import CompanionFields, follow

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from attrs import define
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.builder.parts import Parts
 from slotline.core.model_runner.attention_dispatcher import DispatchedAttention
 from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, ModelRunner
 from slotline.plugins.kv_scales.table import KVScaleTable

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from slotline.core.builder.parts import CacheMemory, Parts
-from slotline.core.kv_cache.allocation import bind_caches
+from slotline.builder.cache_memory import bind_caches
+from slotline.builder.parts import CacheMemory, Parts
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 from slotline.plugins.kv_transfer.transfers import Transfers
 from slotline.registry.contracts import ConnectorGroup, KVConnectorContext

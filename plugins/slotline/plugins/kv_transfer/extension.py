@@ -8,12 +8,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import NO_LIMIT
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
-from slotline.core.builder.parts import Parts
 from slotline.plugins.kv_transfer.connector import build_transfers
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
-from slotline.core.builder.parts import Parts
 from slotline.core.model_runner.attention_dispatcher import StepPlans
 from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, ModelRunner
 from slotline.plugins.microbatches.pieces import Microbatches, cut, places_in

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from attrs import evolve
 
+from slotline.builder.parts import Parts
+from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.builder.parts import Parts
-from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, ModelRunner
 from slotline.plugins.multimodal.embeds import StepEmbeds
 from slotline.plugins.multimodal.encoder_cache import EncoderCache

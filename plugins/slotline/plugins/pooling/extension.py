@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from slotline.builder.parts import Parts
 from slotline.core.api.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
 from slotline.core.batch.request import Request
-from slotline.core.builder.parts import Parts
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.scheduler.admission import other_task
 from slotline.plugins.pooling.gatherers import GATHERERS

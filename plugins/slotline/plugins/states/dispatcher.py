@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from slotline.core.kv_cache.allocation import Zeros, torch_zeros
+from slotline.builder.cache_memory import Zeros, torch_zeros
 from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
 from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
 from slotline.kernels.graph_capture_state import is_captured

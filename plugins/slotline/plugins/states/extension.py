@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
-from slotline.core.builder.parts import Parts
 from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
 from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.planner.state_specs import StateSpecBuilder

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from slotline.core.builder.parts import Parts
-from slotline.core.kv_cache.sizing import DeviceMemory, room_for
+from slotline.builder.parts import Parts
+from slotline.builder.sizing import room_for
+from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.planner.state_specs import HeldStates
 from slotline.plugins.states.dispatcher import StateDispatcher, StateGroup, allocate
 from slotline.registry.config import size_in_bytes

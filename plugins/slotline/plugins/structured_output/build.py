@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from slotline.core.builder.parts import Parts
+from slotline.builder.parts import Parts
 from slotline.plugins.structured_output.extension import StructuredOutputs
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.registry.contracts import ExtensionContext, StructuredOutputContext

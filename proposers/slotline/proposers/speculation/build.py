@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from attrs import evolve, frozen
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.parts import Parts
 from slotline.core.device.torch_device import clock_of
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from attrs import evolve
 
+from slotline.builder.parts import Parts
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
-from slotline.core.builder.parts import Parts
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer

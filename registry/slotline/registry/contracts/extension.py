@@ -190,7 +190,7 @@ class ExtensionContext:
         device: device string of the step's tensors.
         features: names of the features that the plan has.
         options: the extension's own table, typed by the plugin.
-        parts: `slotline.core.builder.parts.Parts`, the built parts of the engine so far. None outside of an engine.
+        parts: `slotline.builder.parts.Parts`, the built parts of the engine so far. None outside of an engine.
     """
 
     contract: int

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from slotline.core.builder.parts import Parts
-from slotline.core.builder.plugin_construction import oom_as_capacity_error
+from slotline.builder.parts import Parts
+from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.planner.plan import Planned
 from slotline.plugins.lora.manager.adapter_use import AdapterUse, captured_for
 from slotline.plugins.lora.manager.merged import MergedAdapter

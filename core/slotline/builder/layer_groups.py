@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from attrs import define
 
+from slotline.builder.cache_memory import allocate_pages, bind_caches, no_cache
+from slotline.builder.placement import batches_of
+from slotline.builder.plugin_construction import build_plugin
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.placement import batches_of
-from slotline.core.builder.plugin_construction import build_plugin
-from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, no_cache
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.common_prefixes import CommonPrefixes

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from slotline.builder.engine_builder import build_engine
 from slotline.chat.messages import as_conversations
 from slotline.chat.template import chat_options
 from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
@@ -21,16 +22,15 @@ from slotline.core.api.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from slotline.core.api.progress import Progress, as_progress, progress_bar
 from slotline.core.api.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request
-from slotline.core.builder.engine_builder import build_engine
 from slotline.core.engine.engine import Engine
-from slotline.core.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from slotline.core.llm.best_of import best_of, check_best_of, single
-from slotline.core.llm.options import known_options
-from slotline.core.llm.prompt_fields import prompt_fields
+from slotline.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from slotline.llm.best_of import best_of, check_best_of, single
+from slotline.llm.options import known_options
+from slotline.llm.progress import Progress, as_progress, progress_bar
+from slotline.llm.prompt_fields import prompt_fields
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams

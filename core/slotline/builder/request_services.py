@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from slotline.builder.plugin_construction import build_plugin
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.scheduler.admission import EngineLimits

@@ -6,24 +6,26 @@ import logging
 
 from attrs import define, evolve, field
 
-from slotline.core.batch.extensions import Extensions
-from slotline.core.batch.placeholder_tokens import PlaceholderTokens
-from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.device_checks import check_operations
-from slotline.core.builder.extensions import build_extensions
-from slotline.core.builder.graphs import build_graphs, num_spec_tokens
-from slotline.core.builder.layer_groups import LayerGroupBuilder
-from slotline.core.builder.parts import CacheMemory, Parts
-from slotline.core.builder.placement import device_memory, later_feeds
-from slotline.core.builder.plugin_construction import oom_as_capacity_error
-from slotline.core.builder.request_services import (
+from slotline.builder.device_checks import check_operations
+from slotline.builder.extensions import build_extensions
+from slotline.builder.graphs import build_graphs, num_spec_tokens
+from slotline.builder.layer_groups import LayerGroupBuilder
+from slotline.builder.nan_cause import nan_cause
+from slotline.builder.parts import CacheMemory, Parts
+from slotline.builder.placement import device_memory, later_feeds
+from slotline.builder.plugin_construction import oom_as_capacity_error
+from slotline.builder.request_services import (
     build_pipeline,
     build_plain_draws,
     build_processors,
     limits_of,
     load_tokenizer,
 )
-from slotline.core.builder.warmup import Warmup
+from slotline.builder.sizing import size_pool
+from slotline.builder.warmup import Warmup
+from slotline.core.batch.extensions import Extensions
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
 from slotline.core.device.torch_device import compiler_of
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
@@ -31,12 +33,11 @@ from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
-from slotline.core.kv_cache.sizing import MemoryReport, size_pool
+from slotline.core.kv_cache.memory_report import MemoryReport
 from slotline.core.model_runner.attention_dispatcher import AttentionGroup
 from slotline.core.model_runner.decode_fast_path import repeats_for
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.model_runner.nan_cause import nan_cause
 from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline

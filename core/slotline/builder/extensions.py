@@ -6,9 +6,9 @@ from typing import Any
 
 from attrs import evolve
 
+from slotline.builder.parts import Parts
+from slotline.builder.plugin_construction import build_plugin
 from slotline.core.batch.extensions import Extensions
-from slotline.core.builder.parts import Parts
-from slotline.core.builder.plugin_construction import build_plugin
 from slotline.registry.contracts import ExtensionContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ContractError

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from slotline.builder.plugin_construction import build_plugin
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.builder.plugin_construction import build_plugin
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.output_checks import OutputChecks

@@ -8,9 +8,9 @@ from itertools import chain, product
 import torch
 from attrs import frozen
 
+from slotline.builder.dry_runs import draws, forwards, rare_operations, record_launches
+from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.batch.model_inputs import ModelInputs, even_split
-from slotline.core.builder.dry_runs import draws, forwards, rare_operations, record_launches
-from slotline.core.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.device.torch_device import compiler_of
 from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.graph_runner import GraphRunner

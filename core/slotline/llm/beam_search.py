@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, evolve, field, frozen
 
 from slotline.core.api.outputs import TokenLogprobs
-from slotline.core.api.progress import Progress, progress_bar
 from slotline.core.api.prompts import as_token_ids
+from slotline.llm.progress import Progress, progress_bar
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
@@ -21,8 +21,8 @@ from slotline.registry.plain_values import plain_number
 from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
-    from slotline.core.llm.beam_grammar import BeamGrammar, Candidates
-    from slotline.core.llm.llm import LLM
+    from slotline.llm.beam_grammar import BeamGrammar, Candidates
+    from slotline.llm.llm import LLM
 
 
 @frozen(kw_only=True)
@@ -207,7 +207,7 @@ class BeamSearch:
         wanted = min(self._searches[0].num_candidates, engine.limits.vocab_size)
         self._grammar: BeamGrammar | None = None
         if params.structured_outputs is not None:
-            from slotline.core.llm.beam_grammar import BeamGrammar
+            from slotline.llm.beam_grammar import BeamGrammar
 
             self._grammar = engine.exclusively(BeamGrammar, engine, params.structured_outputs)
         elif wanted > engine.limits.max_logprobs:
