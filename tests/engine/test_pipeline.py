@@ -192,7 +192,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
         "slotline.builder.engine_builder.transfer_buffer_for", lambda _: made.append(FixedBuffers()) or made[-1]
     )
     for module in ("builder.engine_builder", "builder.placement"):
-        monkeypatch.setattr(f"slotline.core.{module}.tables_for", tables_on_a_device)
+        monkeypatch.setattr(f"slotline.{module}.tables_for", tables_on_a_device)
     path, settings = tiny(family), over(3, memory=f"{20 * 4}KiB", **{"scheduler.async": asynchronous})
     llm = LLM(path, **{**DEFAULTS, **settings})
     outputs = llm.generate(PROMPTS, GREEDY)

@@ -135,7 +135,7 @@ def test_a_runner_of_graphs_breaks_them_at_the_groups_that_the_plan_says(tiny: T
         engine.plan,
         shapes,
         engine.cascade,
-        engine.runner.token_ids,
+        engine.runner.last_tokens,
         extensions=engine.extensions,
     )
     assert runner._broken(GraphShape(1, 1)) == {"full", "short_conv", "mamba2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from attrs import define, evolve, field
 
@@ -11,7 +12,7 @@ from slotline.builder.extensions import build_extensions
 from slotline.builder.graphs import build_graphs, num_spec_tokens
 from slotline.builder.layer_groups import LayerGroupBuilder
 from slotline.builder.nan_cause import nan_cause
-from slotline.builder.parts import CacheMemory, Parts
+from slotline.builder.parts import CacheMemory, Parts, StepParts
 from slotline.builder.placement import device_memory, later_feeds
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.builder.request_services import (
@@ -31,11 +32,11 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
-from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.kv_cache.memory_report import MemoryReport
-from slotline.core.model_runner.attention_dispatcher import AttentionGroup
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.decode_fast_path import repeats_for
+from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
@@ -95,10 +96,11 @@ class EngineBuilder:
     planned: Planned
     startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
     kernels: list[CompiledKernel] = field(factory=list, init=False)
-    groups: LayerGroupBuilder = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.groups = LayerGroupBuilder(self.planned)
+    @property
+    def groups(self) -> LayerGroupBuilder:
+        """The builder of what serves the layers."""
+        return LayerGroupBuilder(self.planned)
 
     @property
     def plugins(self) -> BuiltPlugins:
@@ -122,104 +124,131 @@ class EngineBuilder:
             compiler.log_to(outer)
 
     def _build(self, model: Model | None) -> Engine:
-        planned, config = self.planned, self.planned.loaded.config
+        """Build what a step runs through twice: over one block to measure memory, and over the caches that fit."""
         model = model or self.load_model()
         specs = self.groups.specs()
+        parts = self._parts(model, specs)
+        extensions = build_extensions(parts)
+        layers = evolve(self.groups, shards=extensions.named.get("context_shards"))
+        attention = layers.attention_groups(extensions.named.get("kv_scales"))
+        known = len(self.kernels)
+        null_block = layers.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True))
+        step = self._step(evolve(parts, named=extensions.named, router=null_block))
+        memory = self._measured(step, specs)
+        built = evolve(parts, named=step.extensions.named)
+        del step, extensions, null_block  # before the caches take the memory that is left
+        with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
+            pages = {} if self.planned.shards.divided else layers.pages(specs, memory.num_blocks)
+            router = layers.router(attention, specs, memory.num_blocks, pages, parts.checks)
+            caches = CacheMemory(specs=specs, pages=pages, pool=BlockPool(memory.num_blocks))
+            cascade = layers.common_prefixes(attention, built.named.get("cascade"))
+            step = self._step(evolve(built, router=router, memory=caches), cascade)
+        self._prepare(step, known)
+        engine = self._engine(step, caches.pool, memory, cascade)
+        for ready in step.extensions.engine_ready:
+            ready()
+        self.planned.registry.hooks.engine_built(engine)
+        return engine
+
+    def _parts(self, model: Model, specs: list[KVSpec]) -> Parts:
+        """Build what exists before the extensions."""
+        planned, config = self.planned, self.planned.loaded.config
         what = f"a table of {config.scheduler.max_requests} requests of {planned.max_model_len} tokens"
         with oom_as_capacity_error(what, "lower scheduler.max_requests or scheduler.max_model_len"):
             rows = RequestTable(config.scheduler.max_requests, planned.max_model_len)
-        groups = self.groups.cache_groups(specs, rows)
-        profiler = StepProfiler(enabled=config.observability.profile)
         tokenizer = load_tokenizer(planned)
-        processors = build_processors(planned, rows, tokenizer)
-        checks = OutputChecks(strict=False) if config.observability.check_integrity else None
-        last_tokens = self._last_tokens(rows)
-        parts = Parts(
+        return Parts(
             planned=planned,
             model=model,
             rows=rows,
-            groups=tuple(groups),
+            groups=tuple(self.groups.cache_groups(specs, rows)),
             tokenizer=tokenizer,
-            processors=tuple(processors),
-            profiler=profiler,
-            last_tokens=last_tokens,
+            processors=tuple(build_processors(planned, rows, tokenizer)),
+            profiler=StepProfiler(enabled=config.observability.profile),
+            last_tokens=self._last_tokens(rows),
+            stagings=tuple(transfer_buffer_for(planned.hardware[stage.device]) for stage in planned.stages.stages),
             named={},
-            checks=checks,
+            checks=OutputChecks(strict=False) if config.observability.check_integrity else None,
         )
+
+    def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:
+        """Build what a step runs through, over the caches of `parts.router`.
+
+        Args:
+            cascade: finds the prefixes that requests share. None for a step that is measured: it captures no graphs.
+        """
         extensions = build_extensions(parts)
-        self.groups = evolve(self.groups, shards=extensions.named.get("context_shards"))
-        pipeline = build_pipeline(planned, rows, processors, extensions)
-        attention = self.groups.attention_groups(extensions.named.get("kv_scales"))
-        cascade = self.groups.common_prefixes(attention, extensions.named.get("cascade"))
-        gatherer, runner = self._runner(
-            model, rows, groups, attention, specs, pipeline, profiler, last_tokens, extensions
+        pipeline = build_pipeline(self.planned, parts.rows, parts.processors, extensions)
+        gatherer = self._gatherer(parts, extensions)
+        graphs = None if cascade is None else build_graphs(parts, gatherer, cascade, extensions)
+        runner = self._runner(parts, gatherer, pipeline, extensions, graphs)
+        return StepParts(
+            parts=parts, extensions=extensions, pipeline=pipeline, gatherer=gatherer, runner=runner, graphs=graphs
         )
-        first, known = Warmup(planned, gatherer, runner), len(self.kernels)
+
+    def _measured(self, step: StepParts, specs: list[KVSpec]) -> MemoryReport:
+        """Measure the memory of the largest step, and return how it is divided."""
+        first = Warmup(self.planned, step.gatherer, step.runner)
         first.listen()
-        if planned.task == "generate":
-            check_operations(planned)
+        if self.planned.task == "generate":
+            check_operations(self.planned)
         if first.compiler is not None:
             with self.startup.scope("compile"):
                 first.compile_forwards()
         with self.startup.scope("profile"):
-            memory = self._size(first, specs, extensions)
-        with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
-            pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
-            router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
-            self.groups.set_router(runner, router)
-            for build in extensions.caches_built:
-                build(runner, gatherer, profiles=False)
-        pool = BlockPool(memory.num_blocks)
-        there = CacheMemory(specs=specs, pages=pages, pool=pool)
-        extensions = build_extensions(evolve(parts, named=extensions.named, memory=there))
-        cache = KVCacheManager(
-            pool,
-            groups,
-            prefix_caching=planned.plan.prefix_caching,
-            prefix_unit=planned.plan.block_size,
-            extensions=extensions,
-        )
-        engine = Engine(
-            plan=planned.plan,
-            rows=rows,
-            scheduler=self._scheduler(rows, cache, extensions),
-            gatherer=gatherer,
-            runner=runner,
-            pipeline=pipeline,
-            profiler=profiler,
-            limits=limits_of(planned, tokenizer),
-            sampling_defaults=planned.sampling_defaults,
-            device=planned.device,
-            eos_token_ids=planned.facts.eos_token_ids,
-            tokenizer=tokenizer,
-            memory=memory,
-            plugins=self.plugins,
-            notes=model.notes + extensions.notes,
-            cascade=cascade,
-            extensions=extensions,
-            asynchronous=planned.asynchronous,
-            compiler=first.compiler,
-            check=config.observability.check_integrity,
-            startup=self.startup.seconds,
-        )
-        first.listen()
+            return self._size(first, specs, step.extensions)
+
+    def _prepare(self, step: StepParts, known: int) -> None:
+        """Run what a first request meets, and capture graphs. `known` kernels were waited for before the profile."""
+        progress = self.planned.loaded.config.observability.progress
+        warmup = Warmup(self.planned, step.gatherer, step.runner)
+        warmup.listen()
         with self.startup.scope("warm_up"):
-            first.warm_up()
-        engine.graphs = runner.graphs = build_graphs(planned, engine)
+            warmup.warm_up()
         # Where something was compiled, it is a first start, and captures and requests will compile more.
         if any(not kernel.on_disk for kernel in self.kernels[known:]):
             with self.startup.scope("compile"):
-                first.compile_ahead(engine.graphs)
-        if engine.graphs is not None:
+                warmup.compile_ahead(step.graphs)
+        if step.graphs is not None:
             with self.startup.scope("capture"):
-                engine.graphs.capture(progress=config.observability.progress)
-                for capture in extensions.capture_graphs:
-                    capture(engine.graphs, progress=config.observability.progress)
-        first.listen()
-        for ready in extensions.engine_ready:
-            ready()
-        planned.registry.hooks.engine_built(engine)
-        return engine
+                step.graphs.capture(progress=progress)
+                for capture in step.extensions.capture_graphs:
+                    capture(step.graphs, progress=progress)
+        warmup.listen()
+
+    def _engine(self, step: StepParts, pool: BlockPool, memory: MemoryReport, cascade: CommonPrefixes) -> Engine:
+        planned, parts = self.planned, step.parts
+        cache = KVCacheManager(
+            pool,
+            parts.groups,
+            prefix_caching=planned.plan.prefix_caching,
+            prefix_unit=planned.plan.block_size,
+            extensions=step.extensions,
+        )
+        return Engine(
+            plan=planned.plan,
+            rows=parts.rows,
+            scheduler=self._scheduler(parts.rows, cache, step.extensions),
+            gatherer=step.gatherer,
+            runner=step.runner,
+            pipeline=step.pipeline,
+            profiler=parts.profiler,
+            limits=limits_of(planned, parts.tokenizer),
+            sampling_defaults=planned.sampling_defaults,
+            device=planned.device,
+            eos_token_ids=planned.facts.eos_token_ids,
+            tokenizer=parts.tokenizer,
+            memory=memory,
+            plugins=self.plugins,
+            notes=parts.model.notes + step.extensions.notes,
+            graphs=step.graphs,
+            cascade=cascade,
+            extensions=step.extensions,
+            asynchronous=planned.asynchronous,
+            compiler=compiler_of(planned.hardware[planned.device]),
+            check=planned.loaded.config.observability.check_integrity,
+            startup=self.startup.seconds,
+        )
 
     @names_plugins
     def load_model(self) -> Model:
@@ -247,64 +276,55 @@ class EngineBuilder:
         planned.registry.fit(planned.family_descriptor, "what load() made", misfits_of(MODEL, context, model))
         return model
 
-    def _runner(
-        self,
-        model: Model,
-        rows: RequestTable,
-        groups: list[CacheGroup],
-        attention: list[AttentionGroup],
-        specs: list[KVSpec],
-        pipeline: ProcessorPipeline,
-        profiler: StepProfiler,
-        last_tokens: PlaceholderTokens | None,
-        extensions: Extensions,
-    ) -> tuple[InputPreparer, ModelRunner]:
-        config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
-        budget = config.scheduler.max_batched_tokens
+    def _gatherer(self, parts: Parts, extensions: Extensions) -> InputPreparer:
+        planned, plan, groups, stagings = self.planned, self.planned.plan, parts.groups, parts.stagings
+        devices = [planned.hardware[stage.device] for stage in planned.stages.stages]
         kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
-        hardware = self.planned.hardware
-        stagings = [transfer_buffer_for(hardware[stage.device]) for stage in stages]
-        tables = tables_for(groups, kernel_sizes, stagings[0], hardware[stages[0].device], on_host=self.planned.on_host)
-        later = later_feeds(plan, self.planned.stages, groups, stagings[1:], hardware, on_host=self.planned.on_host)
-        gatherer = InputPreparer(
-            rows,
+        tables = tables_for(groups, kernel_sizes, stagings[0], devices[0], on_host=planned.on_host)
+        return InputPreparer(
+            parts.rows,
             groups,
             kernel_sizes,
             stagings[0],
             tables,
-            budget,
-            num_spec_tokens(self.planned),
-            last_tokens,
-            later,
+            planned.loaded.config.scheduler.max_batched_tokens,
+            num_spec_tokens(planned),
+            parts.last_tokens,
+            later_feeds(plan, planned.stages, groups, stagings[1:], planned.hardware, on_host=planned.on_host),
             has_uncached=any(not group.cache_group for group in plan.groups),
-            max_fixed_len=self.planned.facts.max_encoder_len,
+            max_fixed_len=planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
             extensions=extensions,
-            repeats=repeats_for(
-                groups, kernel_sizes, stagings[0], tables, last_tokens, [hardware[stage.device] for stage in stages]
-            ),
+            repeats=repeats_for(groups, kernel_sizes, stagings[0], tables, parts.last_tokens, devices),
         )
-        runner = ModelRunner(
-            model,
-            # only the null block, for profiling
-            self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
-            rows,
+
+    def _runner(
+        self,
+        parts: Parts,
+        gatherer: InputPreparer,
+        pipeline: ProcessorPipeline,
+        extensions: Extensions,
+        graphs: GraphRunner | None,
+    ) -> ModelRunner:
+        config = self.planned.loaded.config
+        assert parts.router is not None
+        return ModelRunner(
+            parts.model,
+            parts.router,
+            parts.rows,
             pipeline,
-            stagings[-1],
-            profiler,
-            last_tokens,
+            parts.stagings[-1],
+            parts.profiler,
+            parts.last_tokens,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
             extensions=extensions,
-            plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
-            ops=hardware[self.planned.device].ops,
+            plain_draws=build_plain_draws(self.planned, parts.last_tokens, parts.stagings[-1]),
+            ops=self.planned.hardware[self.planned.device].ops,
+            graphs=graphs,
+            nan_cause=partial(nan_cause, parts.router, extensions),
         )
-        self.groups.set_router(runner, runner.router)
-        for build in extensions.caches_built:
-            build(runner, gatherer, profiles=True)
-        runner.nan_cause = lambda: nan_cause(runner.router, runner.extensions)
-        return gatherer, runner
 
     def _last_tokens(self, rows: RequestTable) -> PlaceholderTokens | None:
         """Build the table of tokens of a step in flight if steps are prepared before they are known, else None."""

@@ -19,6 +19,7 @@ def build_extensions(parts: Parts) -> Extensions:
     """Build each extension of the plan, those that carry its features too, and resolve their methods.
 
     Those in `parts.named` are taken as they are. Extensions that need the caches are built once their memory is there.
+    One with `bind_caches` is replaced by what it returns, once there is a router.
 
     Raises:
         PluginError: if one cannot be built.
@@ -36,6 +37,8 @@ def build_extensions(parts: Parts) -> Extensions:
             extension = build_plugin(registry, descriptor, context, "lower scheduler.max_requests", optional=optional)
         if extension is None:
             continue
+        if parts.router is not None and hasattr(extension, "bind_caches"):
+            extension = extension.bind_caches(parts.router)
         label = registry.full_name(descriptor)
         captured = hasattr(extension, "capture_kwargs") or "graphs" in descriptor.capabilities.excludes
         if hasattr(extension, "forward_kwargs") and not captured:

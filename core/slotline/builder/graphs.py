@@ -1,20 +1,26 @@
-"""Captured graphs of a built engine."""
+"""Captured graphs of an engine."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from slotline.builder.parts import Parts
+from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
-from slotline.core.engine.engine import Engine
+from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.planner.plan import Planned
 from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 
-def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
+def build_graphs(
+    parts: Parts, gatherer: InputPreparer, cascade: CommonPrefixes, extensions: Extensions
+) -> GraphRunner | None:
     """Build the graph runner if the plan captures graphs, else None. It captures nothing yet."""
+    planned, router = parts.planned, parts.router
     plan, config = planned.plan, planned.loaded.config
-    if not plan.graphs.any_captured:
+    if router is None or not plan.graphs.any_captured:
         return None
     groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
     shapes = GraphDispatcher(
@@ -24,23 +30,20 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         max_requests=config.scheduler.max_requests,
         max_tokens=config.scheduler.max_batched_tokens,
         mixed_attention=any(group.captured("mixed") for group in groups),
-        cascade=lambda requests, query_len: any(
-            engine.cascade.longest(np.full(requests, query_len), planned.max_model_len)
-        ),
-        variants=next(iter(engine.extensions.captured_variants), lambda query_len: (0,)),
+        cascade=lambda requests, query_len: any(cascade.longest(np.full(requests, query_len), planned.max_model_len)),
+        variants=next(iter(extensions.captured_variants), lambda query_len: (0,)),
     )
-    runner = engine.runner
     return GraphRunner(
-        runner.model,
-        runner.router,
-        engine.gatherer,
+        parts.model,
+        router,
+        gatherer,
         plan,
         shapes,
-        engine.cascade,
-        runner.token_ids,
-        engine.extensions,
+        cascade,
+        parts.last_tokens,
+        extensions,
         planned.hardware[planned.device],
-        plans_anew=engine.extension("drafts") is not None,  # it attends after a replay, by the step's plans
+        plans_anew="drafts" in extensions.named,  # it attends after a replay, by the step's plans
     )
 
 

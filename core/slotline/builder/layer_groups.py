@@ -17,7 +17,6 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
@@ -211,10 +210,6 @@ class LayerGroupBuilder:
             elif layer.attention_type == "encoder_only":
                 caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
         return caches
-
-    def set_router(self, runner: ModelRunner, router: AttentionDispatcher) -> None:
-        """Hand the caches to the model's layers."""
-        runner.router = router
 
 
 def _captured_always(capabilities: AttentionCapabilities) -> bool:

@@ -10,13 +10,19 @@ from attrs import frozen
 
 from slotline.builder.plugin_construction import build_plugin
 from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
+from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
+from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
-from slotline.core.sampling.logits_processors import ProcessorSlot
+from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import KVSpec, Model
 from slotline.registry.descriptor import Descriptor
@@ -55,8 +61,10 @@ class Parts:
         processors: the built logits processors.
         profiler: times the parts of a step.
         last_tokens: tokens of a step in flight, None if no step is prepared before they are known.
+        stagings: for the copies of a step to the device of each stage.
         named: extensions that were built before, by name.
         checks: of the outputs of backends in steps of requests. None for no checks.
+        router: attention over the caches, over one block while memory is measured. None before it is built.
         memory: of the caches, once it is there.
     """
 
@@ -68,8 +76,10 @@ class Parts:
     processors: tuple[ProcessorSlot, ...]
     profiler: StepProfiler
     last_tokens: PlaceholderTokens | None
+    stagings: tuple[TransferBuffer, ...]
     named: Mapping[str, Any]
     checks: OutputChecks | None = None
+    router: AttentionDispatcher | None = None
     memory: CacheMemory | None = None
 
     def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -81,3 +91,24 @@ class Parts:
     def build(self, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
         """Build a plugin's object from its context, see `build_plugin`."""
         return build_plugin(self.planned.registry, descriptor, context, fix)
+
+
+@frozen(kw_only=True, eq=False)
+class StepParts:
+    """Built parts that a step runs through.
+
+    Attributes:
+        parts: what they were built from.
+        extensions: methods of the extensions.
+        pipeline: the logits processors.
+        gatherer: makes a step's inputs.
+        runner: runs a step.
+        graphs: captures and replays forward passes, None if the plan captures none.
+    """
+
+    parts: Parts
+    extensions: Extensions
+    pipeline: ProcessorPipeline
+    gatherer: InputPreparer
+    runner: ModelRunner
+    graphs: GraphRunner | None

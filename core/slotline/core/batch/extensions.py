@@ -23,7 +23,7 @@ Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
-_NO_FIELD = frozenset({"give_back", "outside_steps"})
+_NO_FIELD = frozenset({"bind_caches", "give_back", "outside_steps"})
 _NAMED = frozenset({"captured_inputs", "gather", "keep_states", "take_results"})
 """Methods whose results are kept under the extension's name."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
@@ -101,7 +101,6 @@ class Extensions:
     restore: tuple[Callable[[Sequence[Request]], None], ...] = ()
     resume: tuple[Callable[[Request, Sequence[int]], None], ...] = ()
     reset: tuple[Callable[[], None], ...] = ()
-    caches_built: tuple[Callable[..., None], ...] = ()
     rehearse: tuple[Callable[[StepOutput], None], ...] = ()
     capture_graphs: tuple[Callable[..., None], ...] = ()
     arrange_spec_tokens: tuple[Callable[[InputBatchCPU], InputBatchCPU], ...] = ()

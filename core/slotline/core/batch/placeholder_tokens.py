@@ -53,3 +53,8 @@ class PlaceholderTokens:
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on any device."""
         self.tokens.scatter_(0, stand_ins, tokens.to(self.tokens.device, non_blocking=True))
+
+
+def resolved(input_ids: torch.Tensor, last_tokens: PlaceholderTokens | None) -> torch.Tensor:
+    """Return a step's tokens [num_padded_tokens] int64, those of a step in flight included if there can be any."""
+    return input_ids if last_tokens is None else last_tokens.resolve(input_ids)

@@ -22,6 +22,7 @@ from slotline.core.batch.attend import Attend
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens, resolved
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
@@ -68,7 +69,7 @@ class GraphRunner:
         plan: Plan,
         shapes: GraphDispatcher,
         cascade: CommonPrefixes,
-        token_ids: Callable[[ModelInputs], torch.Tensor],
+        last_tokens: PlaceholderTokens | None = None,
         extensions: Extensions = NO_EXTENSIONS,
         device: Device | None = None,
         *,
@@ -82,7 +83,7 @@ class GraphRunner:
         self._gatherer = gatherer
         self._plan = plan
         self._cascade = cascade
-        self._token_ids = token_ids
+        self._last_tokens = last_tokens
         self.plans_anew = plans_anew
         self._extensions = extensions
         self._captured: dict[GraphShape, CapturedGraph] = {}
@@ -237,7 +238,7 @@ class GraphRunner:
         self, inputs: ModelInputs, attend: Attend, further: Mapping[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         assert inputs.shape is not None
-        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **further)
+        hidden = self._model.forward(resolved(inputs.input_ids, self._last_tokens), inputs.positions, attend, **further)
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
         return hidden, logits, self._extensions.results()
 

@@ -20,7 +20,7 @@ from slotline.core.batch.attend import Attend
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
 from slotline.core.batch.model_inputs import ModelInputs
-from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens, resolved
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.torch_ops import TorchOps
@@ -89,6 +89,7 @@ class ModelRunner:
         head: ends each step, by sampling unless an extension has another head.
         extensions: methods of the step extensions.
         ops: operations of the device where tokens are sampled; torch's by default.
+        graphs: replays captured forward passes. None if none are captured.
         nan_cause: says who may have made the NaN of a request's logits.
     """
 
@@ -108,6 +109,8 @@ class ModelRunner:
         plain_draws: TokenSampler | None = None,
         extensions: Extensions = NO_EXTENSIONS,
         ops: DeviceOps | None = None,
+        graphs: GraphRunner | None = None,
+        nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN",
     ) -> None:
         self.model = model
         self.router = router
@@ -121,9 +124,9 @@ class ModelRunner:
         self._compute: ForwardPass = self._compute_whole
         for wrap in reversed(extensions.wrap_forward):  # the first sees a step first
             self._compute = wrap(self, self._compute)
-        self.graphs: GraphRunner | None = None
+        self.graphs = graphs
         self.count_nans = count_nans
-        self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
+        self.nan_cause = nan_cause
         sampling = SamplingHead(self, pipeline, logprobs_mode, plain_draws)
         self.head: OutputHead = next((other(self) for other in extensions.output_head), sampling)
 
@@ -179,7 +182,7 @@ class ModelRunner:
 
     def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
         """Return the step's tokens [num_padded_tokens] int64, those of a step in flight included."""
-        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+        return resolved(inputs.input_ids, self.last_tokens)
 
     def forward_or_replay(
         self, inputs: ModelInputs, attend: Attend, *, whole: bool

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
 from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
-from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens, resolved
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.device.torch_device import clock_of
-from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.planner.drafter import draft_path, numbered
 from slotline.planner.model_family import family_for
 from slotline.planner.plan import Planned
@@ -53,6 +54,8 @@ class DraftRunnerBuilder:
         planned: the plan.
         rows: the request table.
         last_tokens: tokens of a step in flight. None without async scheduling.
+        groups: block tables, by cache group.
+        states: the extension that keeps states, None if no layer has any.
         context: of the drafter.
         drafter: the built plugin.
     """
@@ -60,8 +63,15 @@ class DraftRunnerBuilder:
     planned: Planned
     rows: RequestTable
     last_tokens: PlaceholderTokens | None
+    groups: tuple[CacheGroup, ...]
+    states: Any
     context: DrafterContext
     drafter: Drafter
+
+    @property
+    def kernel_block_sizes(self) -> tuple[int, ...]:
+        """The tokens of a kernel block, by cache group."""
+        return tuple(group.kernel_block_size for group in self.planned.plan.cache_groups)
 
     @classmethod
     def of(cls, parts: Parts) -> DraftRunnerBuilder:
@@ -69,7 +79,8 @@ class DraftRunnerBuilder:
         context = _context(parts)
         fix = "take a smaller draft model, or lower scheduler.max_requests"
         drafter = parts.build(_descriptor(parts.planned), context, fix)
-        return cls(parts.planned, parts.rows, parts.last_tokens, context, drafter)
+        states = parts.named.get("states")
+        return cls(parts.planned, parts.rows, parts.last_tokens, parts.groups, states, context, drafter)
 
     def build(self, attention: DraftAttention | None = None) -> DraftRunner:
         """Build the runner, with the attention of the drafter's own layers if it has any."""
@@ -91,16 +102,16 @@ class DraftRunnerBuilder:
             attention=attention,
         )
 
-    def attention(self, runner: ModelRunner, inputs: InputPreparer) -> DraftAttention | None:
+    def attention(self, router: AttentionDispatcher) -> DraftAttention | None:
         """Build the attention of the drafter's own layers. Return None if it has none."""
         planned = self.planned
         if not planned.draft_layers:
             return None
         return DraftAttention(
-            runner.router,
+            router,
             planned.draft_layers,
-            inputs.groups,
-            inputs.kernel_block_sizes,
+            self.groups,
+            self.kernel_block_sizes,
             max_model_len=planned.max_model_len,
             num_tokens=self.context.num_tokens,
             leads=_descriptor(planned).capabilities.catches_up,
@@ -108,7 +119,7 @@ class DraftRunnerBuilder:
             ops=planned.hardware[planned.device].ops,
         )
 
-    def overlap(self, drafting: DraftRunner, runner: ModelRunner) -> AsyncSpecDecode:
+    def overlap(self, drafting: DraftRunner) -> AsyncSpecDecode:
         """Build the verification and the proposal on the device."""
         assert self.last_tokens is not None
         return AsyncSpecDecode(
@@ -116,14 +127,14 @@ class DraftRunnerBuilder:
             drafting,
             self.last_tokens,
             self.planned.hardware[self.planned.device].transfer_buffer(),
-            runner.extensions.named.get("states"),
+            self.states,
             max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
             vocab_size=self.planned.facts.vocab_size,
         )
 
     def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
         """Return a step's tokens [num_padded_tokens] int64, those of a step in flight included."""
-        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+        return resolved(inputs.input_ids, self.last_tokens)
 
 
 def _descriptor(planned: Planned) -> Descriptor[DrafterCapabilities]:

@@ -17,9 +17,8 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import reserved_bytes
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.core.model_runner.graph_runner import GraphRunner
-from slotline.core.model_runner.input_preparer import InputPreparer
-from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.proposers.speculation.async_spec_decode import NAME, AsyncSpecDecode
 from slotline.proposers.speculation.build import DraftRunnerBuilder
 from slotline.proposers.speculation.draft_runner import DraftRunner
@@ -39,22 +38,22 @@ class DraftsExtension:
     """Speculative decoding that proposes once a step's tokens are handed out.
 
     Attributes:
-        drafting: the drafter and its record. It is built again once the caches exist.
+        drafting: the drafter and its record.
         overlap: drafts under async scheduling. None without.
     """
 
     overlap: AsyncSpecDecode | None = None
 
-    def __init__(self, context: ExtensionContext) -> None:
-        parts: Parts = context.parts
+    def __init__(self, parts: Parts, builder: DraftRunnerBuilder, router: AttentionDispatcher | None = None) -> None:
+        self._parts = parts
+        self._builder = builder
         self._planned = parts.planned
         self._rows = parts.rows
         self._profiler = parts.profiler
         self._revise: tuple[Callable[[DraftTable, Int, int], None], ...] = tuple(
             one.after_draft for one in parts.named.values() if hasattr(one, "after_draft")
         )
-        self._builder = DraftRunnerBuilder.of(parts)
-        self.drafting: DraftRunner = self._builder.build()
+        self.drafting: DraftRunner = builder.build(None if router is None else builder.attention(router))
 
     @property
     def counts(self) -> SpecDecodeMetrics:
@@ -65,9 +64,9 @@ class DraftsExtension:
         """Return the statistics, see `DraftRunner.to_json`."""
         return self.drafting.to_json()
 
-    def caches_built(self, runner: ModelRunner, inputs: InputPreparer, *, profiles: bool) -> None:
-        """Build the attention of the drafter's own layers."""
-        self.drafting = self._builder.build(self._builder.attention(runner, inputs))
+    def bind_caches(self, router: AttentionDispatcher) -> DraftsExtension:
+        """Return the extension whose drafter's own layers attend over these caches."""
+        return type(self)(self._parts, self._builder, router)
 
     def rehearse(self, output: StepOutput) -> None:
         """Show the drafter a made-up step."""
@@ -209,18 +208,17 @@ class OverlappedDraftsExtension(DraftsExtension):
 
     overlap: AsyncSpecDecode
 
-    def caches_built(self, runner: ModelRunner, inputs: InputPreparer, *, profiles: bool) -> None:
-        """Build the attention of the drafter's own layers, and the verification on the device."""
-        super().caches_built(runner, inputs, profiles=profiles)
-        if not profiles:
-            self.overlap = self._builder.overlap(self.drafting, runner)
-            self._inputs = inputs
+    def __init__(self, parts: Parts, builder: DraftRunnerBuilder, router: AttentionDispatcher | None = None) -> None:
+        super().__init__(parts, builder, router)
+        self.overlap = builder.overlap(self.drafting)
 
     def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
         """Make the numbers of a step exact on the device."""
         bounds = inputs.extras[NAME].bounds
         if bounds is not None and self._builder.last_tokens is not None:
-            make_exact(inputs, bounds, self._builder.last_tokens, self._inputs.groups, self._inputs.kernel_block_sizes)
+            make_exact(
+                inputs, bounds, self._builder.last_tokens, self._builder.groups, self._builder.kernel_block_sizes
+            )
         return inputs
 
     def settle_step(
@@ -252,4 +250,6 @@ class OverlappedDraftsExtension(DraftsExtension):
 
 def build_drafts(context: ExtensionContext) -> DraftsExtension:
     """Build speculative decoding as the plan schedules it."""
-    return OverlappedDraftsExtension(context) if context.parts.planned.asynchronous else DraftsExtension(context)
+    parts: Parts = context.parts
+    kind = OverlappedDraftsExtension if parts.planned.asynchronous else DraftsExtension
+    return kind(parts, DraftRunnerBuilder.of(parts))

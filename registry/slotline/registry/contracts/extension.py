@@ -129,7 +129,7 @@ FEATURE_METHODS = (
 """Methods that `FeatureExtension` adds."""
 
 SPEC_METHODS = (
-    "caches_built",
+    "bind_caches",
     "rehearse",
     "capture_graphs",
     "arrange_spec_tokens",
@@ -637,13 +637,14 @@ class SpecDecodeExtension(FeatureExtension, Protocol):
     scheduler drops them first.
     """
 
-    def caches_built(self, runner: Any, inputs: Any, *, profiles: bool) -> None:
-        """Build what works with the caches, once they exist and before any request.
+    def bind_caches(self, router: Any) -> Any:
+        """Return the extension for these caches: this one, or another that takes its place.
+
+        It is called twice when an engine is built: with caches of one block, over which memory is measured, and with
+        those of the requests.
 
         Args:
-            runner: `slotline.core.model_runner.model_runner.ModelRunner`.
-            inputs: `slotline.core.model_runner.input_preparer.InputPreparer`.
-            profiles: True for caches of one block, which serve the profile of memory. Another call follows.
+            router: `slotline.core.model_runner.attention_dispatcher.AttentionDispatcher`.
         """
         ...
 
