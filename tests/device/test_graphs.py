@@ -237,7 +237,9 @@ def test_a_replay_is_planned_unless_the_plans_of_its_capture_serve_it(
     monkeypatch.setattr(made, "replay", lambda inputs: (torch.zeros(2, 1), None, None))
     engine.runner.launch(engine.gatherer.dummy([1, 1], shape=GraphShape(2, 1)))
     assert len(plans) == planned
-    assert not made.standing(GraphShape(2, 1, cascade=True))  # a prefix of another length may be served in another way
+    assert not made.precomputed_groups(
+        GraphShape(2, 1, cascade=True)
+    )  # a prefix of another length may be served in another way
     engine.runner.launch(engine.gatherer.dummy([1, 1]))
     assert len(plans) == planned + 1
 

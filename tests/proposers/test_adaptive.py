@@ -56,7 +56,7 @@ def simulated(
     history, timed = list[np.ndarray](), list[tuple[int, float, bool]]()
     for _ in range(steps):
         drafts = np.zeros(len(rows), np.int64)
-        if control.asks(rows):
+        if control.should_propose(rows):
             lengths = np.full(len(rows), K)
             control.proposed(lengths, draft * (1 + noise * rng.random()))
             drafts = control.lengths(rows, lengths)
@@ -163,7 +163,7 @@ def test_drafts_that_failed_by_chance_are_not_left_out_for_long(p: float, draft:
 def test_steps_that_cannot_be_measured_keep_their_drafts() -> None:
     """While prompts stand beside all decoding requests nothing is learned, and a good drafter must not lose by it."""
     control, rows = DraftLengthController(2, K), np.arange(2)
-    asked = [control.asks(rows) for _ in range(10 * PERIOD)]
+    asked = [control.should_propose(rows) for _ in range(10 * PERIOD)]
     assert 1 <= asked[: PERIOD // 2].count(False) <= 8
     assert asked.count(False) < 0.08 * len(asked)
 
@@ -174,7 +174,7 @@ def test_acceptance_that_changes_is_noticed() -> None:
     taken = []
     for step in range(1400):
         drafts = np.zeros(1, np.int64)
-        if control.asks(rows):
+        if control.should_propose(rows):
             control.proposed(np.array([K]), 0.01)
             drafts = control.lengths(rows, np.array([K]))
         control.stepped(1 + int(drafts[0]), 1 + 0.2 * (1 + drafts[0]), drafted=bool(drafts[0]))
@@ -264,7 +264,7 @@ def test_a_step_is_timed_without_its_proposal_and_taken_once_it_is_over() -> Non
     times, lengths = StepTimes(), np.array([3, 3])
     times.begin(10, drafted=True, decodes=True)
     sleep(0.02)
-    times.computed()
+    times.record_computed()
     sleep(0.005)
     times.proposed(lengths)
     assert list(times.take()) == []  # the drafts may still be counted

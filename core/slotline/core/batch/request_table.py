@@ -108,7 +108,7 @@ class RequestTable:
         if self.any_hidden:
             self.hidden[row] = False
             self.any_hidden = bool(self.hidden.any())
-        self.give_up(row)
+        self.invalidate(row)
         self.num_tokens[row] = 0
         request.row = -1
         heapq.heappush(self._free, row)
@@ -118,13 +118,13 @@ class RequestTable:
         which, places = taken.nonzero()
         self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
-    def give_up(self, row: int) -> None:
+    def invalidate(self, row: int) -> None:
         """Forget the computed tokens of the row, those to verify, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
         self.num_pending[row] = self.num_computed_tokens[row] = self.num_spec_tokens[row] = 0
         self.generation[row] += 1
 
-    def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
+    def reserve_pending(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
         """Count the most tokens that a step in flight can give each of `rows`, which are distinct.
 
         Args:

@@ -443,7 +443,7 @@ class Engine:
             going = self.rows.generation[rows] == generations[rows]
             if not going.all():
                 rows, verified = rows[going], None if verified is None else verified[going]
-            self.rows.expect(rows, last_tokens.stand_ins(rows), 0 if verified is None else verified)
+            self.rows.reserve_pending(rows, last_tokens.stand_ins(rows), 0 if verified is None else verified)
         return PendingStep(schedule=schedule, generations=generations, sampling=sampling)
 
     def _open_sample(self, launched: ForwardOutput) -> Any:

@@ -196,27 +196,27 @@ class AttentionDispatcher:
         self,
         batches: Sequence[AttentionBatch],
         wanted: FastPrefillBatch | None = None,
-        standing: Container[str] = (),
+        precomputed: Container[str] = (),
     ) -> Attend:
         """Plan every group for this step on the host. Return the callable that the model's layers call.
 
         Args:
             batches: of the step, as the groups count them.
             wanted: the tokens whose logits are wanted, if the model may leave out the others in its last layers.
-            standing: groups by name that the callable will not be called for.
+            precomputed: groups by name that the callable will not be called for.
 
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
         """
-        return self.under(self.plans(batches, wanted, standing))
+        return self.bind_plans(self.plans(batches, wanted, precomputed))
 
     def plans(
         self,
         batches: Sequence[AttentionBatch],
         wanted: FastPrefillBatch | None = None,
-        standing: Container[str] = (),
+        precomputed: Container[str] = (),
     ) -> StepPlans:
-        """As `plan`, for `under` to use later."""
+        """As `plan`, for `bind_plans` to use later."""
         if self._is_capturing is not None and self._is_capturing():
             raise ModelError(
                 "a step was called while a graph is captured",
@@ -228,7 +228,7 @@ class AttentionDispatcher:
         else:
             plan = _plan_here if self._one_device else self._plan  # one device: the step's own
             plans = [
-                None if group.name in standing else plan(group, _seen_by(group, batches[group.batch]))
+                None if group.name in precomputed else plan(group, _seen_by(group, batches[group.batch]))
                 for group in self.groups
             ]
         if shown is not None:
@@ -236,7 +236,7 @@ class AttentionDispatcher:
                 shown[group.batch].check(group.plugin, "plan")
         return StepPlans(plans, batches, wanted)
 
-    def under(self, plans: StepPlans) -> Attend:
+    def bind_plans(self, plans: StepPlans) -> Attend:
         """Return attention under plans that were made before. Only the plans of the last call are in force."""
         self._step = plans
         return DispatchedAttention(self) if self.checks is None else ServedAttention(self, self._attend_checked)

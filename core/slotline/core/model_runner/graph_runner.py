@@ -87,7 +87,7 @@ class GraphRunner:
         self.plans_anew = plans_anew
         self._extensions = extensions
         self._captured: dict[GraphShape, CapturedGraph] = {}
-        self._standing: dict[GraphShape, frozenset[str]] = {}
+        self._precomputed: dict[GraphShape, frozenset[str]] = {}
 
     @property
     def memory(self) -> int:
@@ -137,14 +137,14 @@ class GraphRunner:
             part()
         return captured.hidden_states, captured.logits, captured.extras
 
-    def standing(self, shape: GraphShape) -> frozenset[str]:
+    def precomputed_groups(self, shape: GraphShape) -> frozenset[str]:
         """Return the names of the attention groups that a replay of a shape runs by the plans made at its capture."""
-        found = self._standing.get(shape)
+        found = self._precomputed.get(shape)
         if found is None:
             if self.plans_anew:
                 return frozenset()
             names = frozenset(group.name for group in self._router.groups if group.plan_once)
-            found = self._standing[shape] = frozenset() if shape.cascade else names - self._broken(shape)
+            found = self._precomputed[shape] = frozenset() if shape.cascade else names - self._broken(shape)
         return found
 
     def results(self, shape: GraphShape) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:

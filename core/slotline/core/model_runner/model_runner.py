@@ -157,7 +157,7 @@ class ModelRunner:
 
     def plan(self, inputs: ModelInputs) -> Attend:
         """Plan a step's attention and what extensions run."""
-        attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
+        attend = self.router.plan(inputs.batches, inputs.wanted, self._precomputed(inputs))
         self.plan_others(inputs)
         return attend
 
@@ -196,11 +196,11 @@ class ModelRunner:
         hidden = self.forward(inputs, attend, None if whole else self.head.wanted(inputs))
         return hidden, None, self.extensions.results() if self.extensions.take_results else {}
 
-    def _standing(self, inputs: ModelInputs) -> frozenset[str]:
+    def _precomputed(self, inputs: ModelInputs) -> frozenset[str]:
         """Return the attention groups whose plans were made at the capture."""
         if inputs.shape is None or self.graphs is None:
             return frozenset()
-        return self.graphs.standing(inputs.shape)
+        return self.graphs.precomputed_groups(inputs.shape)
 
 
 class SamplingHead:

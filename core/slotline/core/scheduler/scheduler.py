@@ -233,7 +233,7 @@ class Scheduler:
     def _queue_again(self, request: Request) -> None:
         """Take the blocks of a request that runs no more, and queue it."""
         self._release(request)
-        self.rows.give_up(request.row)
+        self.rows.invalidate(request.row)
         request.status = Status.PREEMPTED
         request.metrics.num_preemptions += 1
         self._waiting.push(request)

@@ -42,7 +42,7 @@ def _in_pieces(runner: ModelRunner, inputs: ModelInputs, pieces: Sequence[slice]
     """Plan all pieces, then run them: hidden states of the wanted tokens, or of all if `whole`."""
     with runner.profiler.scope("plan"):
         plans = [runner.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
-        attend = runner.router.under(plans[0])
+        attend = runner.router.bind_plans(plans[0])
         runner.plan_others(inputs)
     with runner.profiler.scope("forward"):
         hidden = _run(runner, inputs, pieces, plans, whole=whole)
@@ -57,6 +57,6 @@ def _run(
         there = places_in(inputs.logits_indices_cpu, piece)
         wanted = None if whole else inputs.logits_indices[there] - piece.start
         some = () if inputs.embeds is None else (inputs.embeds[piece],)
-        attend = runner.router.under(own)
+        attend = runner.router.bind_plans(own)
         hidden.append(runner.model.forward(token_ids[piece], inputs.positions[piece], attend, wanted, *some))
     return torch.cat(hidden)

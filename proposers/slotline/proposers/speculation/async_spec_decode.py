@@ -111,8 +111,8 @@ class AsyncSpecDecode:
         bound = known + verified + 1
         room = rows.length_limit[own] - bound - 1  # as in `DraftRunner.propose`, if all drafts were accepted
         live = np.flatnonzero(live)
-        asked = live[self._drafting.wanted(own[live], room[live])]
-        asked = asked if self._drafting.asks(own[asked]) else asked[:0]
+        asked = live[self._drafting.select_rows(own[live], room[live])]
+        asked = asked if self._drafting.should_propose(own[asked]) else asked[:0]
         attention, attend = self._drafting.attention, None
         if attention is not None and len(asked):
             attend = attention.stage(own[asked], bound[asked] - 1, upload)
@@ -180,12 +180,12 @@ class AsyncSpecDecode:
             accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
         self._rows.num_spec_tokens[settled.rows] = 0  # drafts of a row that waits for its exact count stay
-        drafting.behind(settled.rows)
+        drafting.mark_unproposed(settled.rows)
         if computed is not None and settled.following is not None:
             inputs = computed.inputs
             ahead = settled.following.index_copy(0, inputs.logits_indices, sampled.clamp(min=0))
             drafting.observe(computed, ahead)
-        drafting.computed()
+        drafting.record_computed()
         if len(settled.asked) == 0:
             return None
         stand_ins = settled.on_device[3]
@@ -197,14 +197,14 @@ class AsyncSpecDecode:
         try:
             if drafting.needs_history:
                 drafting.history.follow(rows, self._rows.num_tokens[rows])
-            draft = drafting.ask(self._batch(settled, rows, stood, states), settled.attend)
+            draft = drafting.call_drafter(self._batch(settled, rows, stood, states), settled.attend)
             drafting.check_shape(draft, len(rows))
         except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
             drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
         found = draft.token_ids
-        counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
-        used = drafting.most(self._bounds(settled)) if drafting.uniform and counts.any() else counts
+        counts = drafting.choose_counts(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
+        used = drafting.limit_drafts(self._bounds(settled)) if drafting.uniform and counts.any() else counts
         self._rows.num_spec_tokens[rows], self._drafting.drafts.num_guesses[rows] = used, counts
         if found.shape[1] == drafting.num_tokens:  # otherwise the filling tokens are not in the drafter's cache
             drafting.caught_up(rows, self._bounds(settled) - 1)

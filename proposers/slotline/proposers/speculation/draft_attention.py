@@ -96,7 +96,7 @@ class CapturedAttention:
 
     def attend(self, offset: int) -> Attend:
         """Return attention for an offset. See `DraftBatch.attend`."""
-        return self._router.under(self._plans[offset])
+        return self._router.bind_plans(self._plans[offset])
 
 
 class DraftAttention:

@@ -79,7 +79,7 @@ class DraftLengthController:
         self._draft_seconds += 0.2 * (min(seconds, 4 * self._draft_seconds) - self._draft_seconds)
         self._mean_length = 0.9 * self._mean_length + 0.1 * float(lengths.mean())
 
-    def asks(self, rows: Int) -> bool:
+    def should_propose(self, rows: Int) -> bool:
         """Return True if the drafter is called in this step for the drafts of `rows` [n]."""
         self._turn += 1
         if not self._cost.known:

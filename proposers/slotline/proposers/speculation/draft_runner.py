@@ -136,7 +136,7 @@ class DraftRunner:
             except Exception as error:
                 self.failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
-    def starting(self, schedule: SchedulerOutput) -> None:
+    def begin_step(self, schedule: SchedulerOutput) -> None:
         """Record the start of a step."""
         drafts = self._rows.num_spec_tokens[schedule.rows]
         decodes = bool((schedule.num_scheduled == 1 + drafts).all())
@@ -146,9 +146,9 @@ class DraftRunner:
         self.observing = self.needs_computed and not (self.catches_up and decodes and bool(ready.all()))
         self._learn()
 
-    def computed(self) -> None:
+    def record_computed(self) -> None:
         """Record that the step's tokens are computed and observed. A proposal comes next, if any."""
-        self._times.computed()
+        self._times.record_computed()
 
     @torch.inference_mode()
     def rehearse(self, states: ComputedStates | None) -> None:
@@ -212,17 +212,17 @@ class DraftRunner:
             rows: [n], the requests' rows.
             hidden_states: of the last accepted position, by entry of `rows`. None if the drafter reads none.
         """
-        self.computed()
+        self.record_computed()
         self.forget()
-        self.behind(rows)
+        self.mark_unproposed(rows)
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
-        wanted = self.wanted(rows, room)
+        wanted = self.select_rows(rows, room)
         if not wanted.all():
             rows, known, room = rows[wanted], known[wanted], room[wanted]
             if hidden_states is not None:
                 hidden_states = hidden_states.take(np.flatnonzero(wanted))
-        if not self.asks(rows):
+        if not self.should_propose(rows):
             return
         start = perf_counter()
         try:
@@ -235,7 +235,7 @@ class DraftRunner:
                 batch.previous_token_ids = self._upload(previous)
             if self.attention is not None:
                 staged = self.attention.stage(rows, known - 1, self._upload)
-            draft = self.ask(batch, staged)
+            draft = self.call_drafter(batch, staged)
             if self._check and self.history.restore(rows, known):
                 raise ValueError("it wrote into token_table, which it is only shown")
             token_ids, tree = self._checked(draft, len(rows))
@@ -243,7 +243,7 @@ class DraftRunner:
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return
         counts = self._lengths(token_ids, tree, known, room)
-        counts = self.chosen(rows, counts, perf_counter() - start)
+        counts = self.choose_counts(rows, counts, perf_counter() - start)
         self.drafts.write(rows, token_ids, counts)
         self.drafts.tree = tree
         if self.uniform and tree is None and counts.any():
@@ -256,7 +256,7 @@ class DraftRunner:
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self.drafts.entry[rows] = np.arange(len(rows))
 
-    def wanted(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
+    def select_rows(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
         """Select which of `rows` [n] get drafts if the drafter is called, given that `room` [n] drafts of each fit.
 
         A drafter that catches up is called for all rows or none, so that it need not observe the steps of the others.
@@ -266,7 +266,7 @@ class DraftRunner:
         wanted: npt.NDArray[np.bool_] = self.served[rows] & (room > 0)
         return self.served[rows] if (self.catches_up or self.uniform) and wanted.any() else wanted
 
-    def most(self, known: Int) -> Int:
+    def limit_drafts(self, known: Int) -> Int:
         """Return the most drafts [n] after `known` [n] tokens. They and the token after them must fit into a row."""
         return np.clip(self._rows.max_model_len - known - 1, 0, self.num_tokens)
 
@@ -279,7 +279,7 @@ class DraftRunner:
             rows = rows[self.attention.has_room(rows, bounds)]
             self._caught_up[rows] = self._rows.generation[rows]
 
-    def ask(self, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
+    def call_drafter(self, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         """Return the drafter's answer, from a graph if one is captured for this number of requests.
 
         Args:
@@ -293,7 +293,7 @@ class DraftRunner:
         batch.attend = None if attend is None else attend(batch.positions)
         return self.drafter.propose(batch)
 
-    def behind(self, rows: Int) -> None:
+    def mark_unproposed(self, rows: Int) -> None:
         """Mark `rows` [n] as sampled without a proposal yet."""
         self._caught_up[rows] = -1
 
@@ -302,11 +302,11 @@ class DraftRunner:
         self.drafts.forget()
         self.probabilities = None
 
-    def asks(self, rows: Int) -> bool:
+    def should_propose(self, rows: Int) -> bool:
         """Return True if the drafter is called now for drafts of `rows`."""
-        return len(rows) > 0 and not self.paused and (self.control is None or self.control.asks(rows))
+        return len(rows) > 0 and not self.paused and (self.control is None or self.control.should_propose(rows))
 
-    def chosen(self, rows: Int, counts: Int, seconds: float) -> Int:
+    def choose_counts(self, rows: Int, counts: Int, seconds: float) -> Int:
         """Return how many of the `counts` [n] drafts of `rows`, proposed in `seconds` on the host, are verified."""
         self._times.proposed(counts)
         self.counts.proposals += 1
@@ -350,7 +350,7 @@ class DraftRunner:
         its limit,
         whatever follows.
         """
-        guesses, most = self.drafts.num_guesses[rows], self.most(known)
+        guesses, most = self.drafts.num_guesses[rows], self.limit_drafts(known)
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
         left_open = (guesses[:, None] <= places) & (places < most[:, None])
         self._rows.write_spec_tokens(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)

@@ -69,7 +69,7 @@ class StepTimes:
         """Record the launch of a step."""
         self._steps.append(TimedStep(num_tokens, drafted, decodes, self._now()))
 
-    def computed(self) -> None:
+    def record_computed(self) -> None:
         """Record that the last step's tokens are computed and observed by the drafter."""
         if self._steps:
             self._steps[-1]._computed = self._now()

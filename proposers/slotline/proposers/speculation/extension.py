@@ -92,7 +92,7 @@ class DraftsExtension:
     def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Record the start of a step."""
         if scheduled.num_tokens:
-            self.drafting.starting(scheduled)
+            self.drafting.begin_step(scheduled)
         return scheduled
 
     def needs_eager(self, scheduled: SchedulerOutput) -> bool:
