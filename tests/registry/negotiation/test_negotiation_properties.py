@@ -341,7 +341,7 @@ def every_combination(search: Search) -> Any:
         for held in product(*(search.specs(kind) for kind in problem.kinds)):
             specs = dict(zip(problem.kinds, held, strict=True))
             if any(works(asked, chosen, specs, size) for size in sizes if asked.block_size.explicit or size in useful):
-                yield tuple(sum(getattr(o, name) for o in chosen) for name in ("rank", "measured", "loss"))
+                yield tuple(sum(getattr(o, name) for o in chosen) for name in ("preference", "measured", "loss"))
 
 
 def works(asked: PlanRequest, chosen: Any, specs: dict[str, Candidate], size: int) -> bool:
