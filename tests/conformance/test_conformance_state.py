@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from attrs import evolve
+from mutant_trials import until_killed
 from torch import Tensor, nn
 
 from slotline.registry.capability import Flag, GraphSupport, Max, Set
@@ -25,7 +26,7 @@ CPU_LEVELS = Level.STATEFUL
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed_at_its_level(mutant: Mutant) -> None:
-    killer = check_plugin(mutant.descriptor, level=CPU_LEVELS, stop_at_first=True)[-1]
+    killer = until_killed(mutant)[-1]
     assert killer.bad, "survived"
     assert killer.level == mutant.level, f"killed by {killer.id} at {killer.level}: {killer.reason}"
     assert killer.reason

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from mutant_trials import until_killed
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Level
@@ -29,9 +30,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_of_its_level_kills_the_mutant(mutant: Mutant) -> None:
-    records = check_plugin(
-        mutant.descriptor, only=lambda item: item.level == mutant.level, stop_at_first=True, device="cpu"
-    )
+    records = until_killed(mutant, lowest=mutant.level, device="cpu")
     killers = [record for record in records if record.bad]
     assert killers, f"{mutant.name} passes all {len(records)} runs of {mutant.level}"
     assert killers[0].reason
