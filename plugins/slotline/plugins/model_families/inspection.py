@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import asdict, define, field, frozen
 
 from slotline.plugins.model_families import (
     binding,
@@ -149,6 +150,28 @@ def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
         ) from error
 
 
+@frozen
+class _Look:
+    """Everything that a look depends on: the class, its settings as JSON and the longest sequence."""
+
+    model_class: Any
+    settings: str
+    max_model_len: int
+    found: Checkpoint = field(eq=False)
+
+
+@frozen
+class _Seen:
+    """Facts that a model without memory shows, as `ModelFacts` has them."""
+
+    layers: tuple[AttentionLayer, ...]
+    state_layers: tuple[StateLayer, ...]
+    num_parameters: int
+    parts: ModelParts | None
+    host_copies: int
+    default_max_model_len: int | None
+
+
 def facts_of(found: Checkpoint) -> ModelFacts:
     """Return the facts of a decoder's configuration.
 
@@ -156,9 +179,8 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         ModelError: if no model can be built from it, or the model does not run.
     """
     with sizes_that_fit(found):
-        model = _model_without_memory(found)
-        state_layers = state_mixers.find(model)
-        layers, host_copies = _watch(model, found.max_model_len, state_layers)
+        settings = found.config.to_json_string(use_diff=False)
+        seen = _seen(_Look(found.model_class, settings, found.max_model_len, found))
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
@@ -166,13 +188,24 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         hidden_size=int(found.config.hidden_size),
         max_model_len=found.max_model_len,
         dtype=found.dtype,
+        eos_token_ids=found.eos_token_ids,
+        tasks=found.tasks,
+        kv_scales=kv_scales.read(found.path, seen.layers),
+        **asdict(seen, recurse=False),
+    )
+
+
+@lru_cache(maxsize=64)  # engines of one process often have the same model, as those of `slotline tune`
+def _seen(look: _Look) -> _Seen:
+    """Build the model without memory, let it run once, and return what it shows."""
+    model = _model_without_memory(look.found)
+    state_layers = state_mixers.find(model)
+    layers, host_copies = _watch(model, look.max_model_len, state_layers)
+    return _Seen(
         layers=layers,
         state_layers=state_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        eos_token_ids=found.eos_token_ids,
-        tasks=found.tasks,
         parts=None if state_layers else _parts(model, layers),
-        kv_scales=kv_scales.read(found.path, layers),
         host_copies=host_copies,
         default_max_model_len=temperature.longest_untuned(model),
     )
