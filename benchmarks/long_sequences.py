@@ -25,7 +25,7 @@ from command_line import positive
 from slotline.core import LLM, SamplingParams
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 
-SHORT = "--tokens 1000"
+SHORT = "--tokens 300"
 WINDOW = 64
 _SIZES = {
     "vocab_size": 384,

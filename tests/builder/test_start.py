@@ -72,8 +72,8 @@ def test_a_start_profiles_a_spread_step_and_the_sampler_and_warms_up(start: list
 def test_a_start_shows_the_drafter_the_step_that_measures_memory(
     kind: str, start: list[tuple[str, Any]], tiny: Tiny, tmp_path: Path
 ) -> None:
-    drafter = {"drafter.name": kind, "drafter.path": str(head_folders.build(tmp_path, tiny("llama"), kind))}
-    LLM(tiny("llama"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
+    drafter = {"drafter.name": kind, "drafter.path": str(head_folders.build(tmp_path, tiny("llama_deep"), kind))}
+    LLM(tiny("llama_deep"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
     assert [name for name, _ in start[:3]] == ["run", "rehearse", "warm_up"]
     assert start[1] == ("rehearse", True)
 
@@ -87,9 +87,9 @@ def test_a_drafter_that_fails_at_its_rehearsal_fails_the_start(
         raise RuntimeError("no room for its work")
 
     monkeypatch.setattr(EagleDrafter, "observe", failing)
-    drafter = {"drafter.name": "eagle", "drafter.path": str(head_folders.build(tmp_path, tiny("llama"), "eagle"))}
+    drafter = {"drafter.name": "eagle", "drafter.path": str(head_folders.build(tmp_path, tiny("llama_deep"), "eagle"))}
     with pytest.raises(PluginError, match=r"drafter:eagle of slotline .*no room for its work"):
-        LLM(tiny("llama"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
+        LLM(tiny("llama_deep"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
 
 
 @pytest.mark.behaviour(86, 142)

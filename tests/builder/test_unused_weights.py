@@ -33,8 +33,8 @@ def changed(model: Path, folder: Path, config: Mapping[str, Any], weights: Mappi
 @pytest.mark.parametrize(
     ("family", "layers", "name"),
     [
-        ("llama", 3, r"3 of model\.layers\): model\.layers\.3, 9 tensors"),
-        ("llama", 2, r"2 of model\.layers\): model\.layers\.2, model\.layers\.3, 18 tensors"),
+        ("llama_deep", 3, r"3 of model\.layers\): model\.layers\.3, 9 tensors"),
+        ("llama_deep", 2, r"2 of model\.layers\): model\.layers\.2, model\.layers\.3, 18 tensors"),
         ("deepseek_v3", 3, r"3 of model\.layers\): model\.layers\.3"),
         ("mamba2", 3, r"3 of backbone\.layers\): backbone\.layers\.3"),
         ("bloom", 3, r"3 of transformer\.h\): transformer\.h\.3"),
@@ -51,7 +51,9 @@ def test_layers_behind_the_last_one_of_the_configuration_are_refused(
 
 
 def test_a_checkpoint_of_the_bare_body_is_refused_alike(tiny: Tiny, tmp_path: Path) -> None:
-    shorter = changed(tiny("llama"), tmp_path / "shorter", {"num_hidden_layers": 3, "tie_word_embeddings": True}, {})
+    shorter = changed(
+        tiny("llama_deep"), tmp_path / "shorter", {"num_hidden_layers": 3, "tie_word_embeddings": True}, {}
+    )
     file = shorter / "model.safetensors"
     body = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items() if name != "lm_head.weight"}
     save_file(body, file, metadata={"format": "pt"})
@@ -73,9 +75,9 @@ def test_layers_that_predict_further_tokens_are_expected(
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("llama", "model.layers.1.self_attn.k_scale"),
-        ("llama", "model.layers.1.self_attn.attn.v_scale"),
+        ("llama_deep", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("llama_deep", "model.layers.1.self_attn.k_scale"),
+        ("llama_deep", "model.layers.1.self_attn.attn.v_scale"),
         ("llama_tied", "lm_head.weight"),
     ],
 )
@@ -93,7 +95,7 @@ def test_any_other_weight_is_named_once_in_a_warning(
     tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     more = {f"model.layers.{i}.self_attn.gate.weight": torch.ones(3) for i in range(4)}
-    path = changed(tiny("llama"), tmp_path / "more", {}, {**more, "model.typo.weight": torch.ones(3)})
+    path = changed(tiny("llama_deep"), tmp_path / "more", {}, {**more, "model.typo.weight": torch.ones(3)})
     with caplog.at_level(logging.WARNING):
         load(path)
     (record,) = caplog.records
@@ -108,7 +110,7 @@ def test_any_other_weight_is_named_once_in_a_warning(
 def test_a_report_of_transformers_that_others_ask_for_is_not_kept_back(tiny: Tiny, tmp_path: Path) -> None:
     import transformers
 
-    path = changed(tiny("llama"), tmp_path / "more", {}, {"model.typo.weight": torch.ones(3)})
+    path = changed(tiny("llama_deep"), tmp_path / "more", {}, {"model.typo.weight": torch.ones(3)})
     load(path)
     seen: list[str] = []
     handler = logging.Handler()

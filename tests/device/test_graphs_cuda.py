@@ -41,7 +41,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3"])
+@pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2", "gemma3", "mistral", "phi3"])
 @pytest.mark.behaviour(21, 23, 27, 87, 149)
 def test_every_graph_mode_and_backend_gives_the_same_text(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)
@@ -79,7 +79,7 @@ def test_a_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layers(tmp_
 
 @pytest.mark.behaviour(149)
 def test_full_graphs_hold_the_attention_of_mixed_batches(tmp_path: Path) -> None:
-    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
+    llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
     captured = llm.engine.graphs._captured
     assert {len(c.parts) for shape, c in captured.items() if shape.query_len == 0} == {1}
     assert llm.plan.graphs.resolved == "full"
@@ -92,7 +92,7 @@ def test_full_graphs_hold_the_attention_of_mixed_batches(tmp_path: Path) -> None
 @pytest.mark.behaviour(143, 144)
 def test_capturing_reports_what_it_took_and_leaves_garbage_collection_on(tmp_path: Path) -> None:
     frozen = gc.get_freeze_count()
-    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
+    llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
     report = llm.engine.graphs.report
     assert report.shapes == report.graphs == len(llm.engine.graphs.shapes.largest_first)
     assert report.seconds > 0
@@ -102,7 +102,7 @@ def test_capturing_reports_what_it_took_and_leaves_garbage_collection_on(tmp_pat
 
 @pytest.mark.behaviour(145)
 def test_a_stray_capture_is_an_error(tmp_path: Path) -> None:
-    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton")
+    llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton")
     with pytest.raises(ModelError, match="captured already"):
         llm.engine.graphs.capture()
     inputs = llm.engine.gatherer.dummy([1])
@@ -113,7 +113,7 @@ def test_a_stray_capture_is_an_error(tmp_path: Path) -> None:
 
 
 def test_steps_are_replayed_and_padded(tmp_path: Path) -> None:
-    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton")
+    llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton")
     seen = []
     original = llm.engine.graphs.replay
     llm.engine.graphs.replay = lambda inputs: (seen.append((inputs.num_tokens, inputs.shape)), original(inputs))[1]
@@ -126,7 +126,7 @@ def test_steps_are_replayed_and_padded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_drafts_are_verified_inside_graphs(backend: str, tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     repeated = [[5, 6, 7, 8] * 6, [9, 10] * 5]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={5: 50.0})
     plain = engine(path, backend=backend)
@@ -139,7 +139,7 @@ def test_drafts_are_verified_inside_graphs(backend: str, tmp_path: Path) -> None
 
 
 def test_sampled_text_and_logprobs_do_not_depend_on_graphs(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
     a, b = (engine(path, backend="triton", **{"graphs.mode": m}).generate(PROMPTS, params) for m in ("none", "auto"))
     for one, other in zip(a, b, strict=True):

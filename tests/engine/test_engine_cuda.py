@@ -31,7 +31,7 @@ def engine(path: Path, device: str, **settings: object) -> LLM:
     return LLM(model=str(path), device=device, **{**options, **settings, "observability.check_integrity": True})
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "phi3"])
 def test_greedy_text_on_the_gpu_equals_the_cpus(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)
     gpu = engine(path, "cuda")
@@ -41,7 +41,7 @@ def test_greedy_text_on_the_gpu_equals_the_cpus(family: str, tmp_path: Path) -> 
 
 @pytest.mark.behaviour(23, 30, 88)
 def test_seeded_text_on_the_gpu_does_not_depend_on_the_batch(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True)
     together = tokens(engine(path, "cuda"), params)
     alone = engine(path, "cuda")
@@ -53,7 +53,7 @@ def test_the_pool_takes_the_share_of_the_card_that_is_asked_for(tmp_path: Path) 
     free, total = torch.cuda.mem_get_info()
     if total - free > 0.02 * total:
         pytest.skip("other programs hold memory of this card, and their share counts")
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     llm = engine(path, "cuda", memory=0.05, max_num_seqs=4096)
     total = torch.cuda.get_device_properties(0).total_memory
     report = llm.engine.memory

@@ -56,8 +56,8 @@ def planned(path: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("family", "stages", "backend", "optimize"),
     [
-        ("llama", 2, "torch", False),
-        ("llama", 3, "torch", False),
+        ("llama_deep", 2, "torch", False),
+        ("llama_deep", 3, "torch", False),
         ("llama_tied", 3, "cpu", True),
         ("gemma3", 2, "cpu", True),
         ("gpt_oss", 3, "torch", False),
@@ -87,7 +87,7 @@ def test_stages_give_the_text_of_one_in_mixed_chunked_batches_and_over_prefixes(
 
 @pytest.mark.behaviour(33, 39)
 def test_preempted_requests_go_on_over_stages(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     llm = engines(path, **over(2, memory=f"{20 * 4}KiB"))
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [o.outputs[0].token_ids for o in outputs] == [greedy(path, prompt, 20) for prompt in PROMPTS]
@@ -96,7 +96,7 @@ def test_preempted_requests_go_on_over_stages(tiny: Tiny, engines: Engines, gree
 
 @pytest.mark.behaviour(15)
 def test_drafts_and_log_probabilities_are_those_of_one_stage(tiny: Tiny, engines: Engines) -> None:
-    path, drafting = tiny("llama"), {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False}
+    path, drafting = tiny("llama_deep"), {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False}
     repeating = [[5, 6, 7, 8] * 8, *PROMPTS]
     scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     llm, one = engines(path, **over(3), **drafting), engines(path, **SETTINGS, **drafting)
@@ -115,7 +115,7 @@ def test_sampled_tokens_reach_every_stage_at_the_positions_that_follow(
     asynchronous: bool, tiny: Tiny, engines: Engines
 ) -> None:
     """The rows are the only copy: what the last stage sampled is the first one's input, and all count alike."""
-    engine = engines(tiny("llama"), **over(3), **{"scheduler.async": asynchronous}).engine
+    engine = engines(tiny("llama_deep"), **over(3), **{"scheduler.async": asynchronous}).engine
     launch, seen = engine.runner.launch, list[tuple[ModelInputs, list[int]]]()
     requests = [engine.add(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS[:3])]
     rows: dict[int, int] = {}
@@ -163,7 +163,7 @@ def _check_stages(inputs: ModelInputs) -> None:
 def test_embeddings_are_those_of_one_stage(
     pooling: str, architecture: str, optimize: bool, tiny: Tiny, engines: Engines
 ) -> None:
-    path = tiny("llama", architecture=architecture)
+    path = tiny("llama_deep", architecture=architecture)
     settings = {"task": "embed", "model_family.transformers_decoder.pooling": pooling, "optimize": optimize}
     ours, theirs = (engines(path, **over(stages, **settings)).embed(PROMPTS) for stages in (2, 1))
     for mine, other in zip(ours, theirs, strict=True):
@@ -171,7 +171,7 @@ def test_embeddings_are_those_of_one_stage(
 
 
 def test_class_scores_are_those_of_one_stage_and_the_score_head_lies_on_the_last(tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama", architecture="LlamaForSequenceClassification", num_labels=3)
+    path = tiny("llama_deep", architecture="LlamaForSequenceClassification", num_labels=3)
     two, one = engines(path, **over(2)), engines(path, **over(1))
     for mine, other in zip(two.classify(PROMPTS), one.classify(PROMPTS), strict=True):
         assert mine.outputs.probs == pytest.approx(other.outputs.probs, abs=1e-5)
@@ -182,7 +182,7 @@ def test_class_scores_are_those_of_one_stage_and_the_score_head_lies_on_the_last
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama_deep", "gemma3"])
 def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     family: str, asynchronous: bool, tiny: Tiny, engines: Engines, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +277,7 @@ def test_a_model_of_many_layers_is_divided_at_once() -> None:
 
 
 def test_layers_may_be_given_and_explain_shows_each_stage(tiny: Tiny) -> None:
-    plan = planned(tiny("llama"), **{"parallel.pipeline": ("cpu", "cpu"), "parallel.layers": (3, 1)}).plan
+    plan = planned(tiny("llama_deep"), **{"parallel.pipeline": ("cpu", "cpu"), "parallel.layers": (3, 1)}).plan
     text = " ".join(plan.explain().split())
     assert "stages 0 on cpu: layers 0 to 2, " in text
     assert " 1 on cpu: layers 3 to 3, " in text
@@ -286,11 +286,11 @@ def test_layers_may_be_given_and_explain_shows_each_stage(tiny: Tiny) -> None:
         ("cpu", 0, 3),
         ("cpu", 3, 4),
     ]
-    one = planned(tiny("llama")).plan
+    one = planned(tiny("llama_deep")).plan
     assert sum(stage["num_parameters"] for stage in stages) == one.facts["parameters"]
     assert one.to_json()["stages"] == []
     assert "stages" not in one.decision()
-    assert one.digest != plan.digest != planned(tiny("llama"), **{"parallel.pipeline": 2}).plan.digest
+    assert one.digest != plan.digest != planned(tiny("llama_deep"), **{"parallel.pipeline": 2}).plan.digest
 
 
 def test_a_tied_output_projection_counts_in_the_last_stage(tiny: Tiny) -> None:
@@ -322,7 +322,7 @@ def test_what_cannot_be_divided_is_refused_with_a_remedy(
     settings: dict[str, Any], error: type[SlotlineError], message: str, tiny: Tiny
 ) -> None:
     with pytest.raises(error) as caught:
-        planned(tiny("llama"), **settings)
+        planned(tiny("llama_deep"), **settings)
     assert message in " ".join(str(caught.value).split())
     assert caught.value.fix or "use" in str(caught.value)
 
@@ -331,15 +331,15 @@ def test_devices_of_different_types_are_refused(tiny: Tiny, monkeypatch: pytest.
     """The count of devices alone is made up: what is compared are the names."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(ConfigError, match="devices of different types, cpu and cuda"):
-        planned(tiny("llama"), **{"parallel.pipeline": ("cpu", "cuda:1")})
+        planned(tiny("llama_deep"), **{"parallel.pipeline": ("cpu", "cuda:1")})
     infos = {f"cuda:{i}": DeviceInfo(type="cuda", name=f"card {i}", compute_capability=(8 + i, 0)) for i in range(2)}
     monkeypatch.setattr("slotline.registry.devices.Devices.info", lambda _, device: infos[device.name])
     with pytest.raises(ConfigError, match=r"devices of different types \(cuda:0: card 0, cuda:1: card 1\)"):
-        planned(tiny("llama"), device="cuda", **{"parallel.pipeline": ("cuda:0", "cuda:1")})
+        planned(tiny("llama_deep"), device="cuda", **{"parallel.pipeline": ("cuda:0", "cuda:1")})
     with pytest.raises(ConfigError, match="which names one device"):
-        planned(tiny("llama"), device="cuda:1", **{"parallel.pipeline": 2})
+        planned(tiny("llama_deep"), device="cuda:1", **{"parallel.pipeline": 2})
     with pytest.raises(ConfigError, match="there are 2 CUDA devices"):
-        planned(tiny("llama"), device="cuda", **{"parallel.pipeline": 3})
+        planned(tiny("llama_deep"), device="cuda", **{"parallel.pipeline": 3})
 
 
 def test_a_family_that_does_not_declare_pipeline_is_refused_by_name(
@@ -350,8 +350,8 @@ def test_a_family_that_does_not_declare_pipeline_is_refused_by_name(
     without = evolve(decoder.descriptor, capabilities=evolve(decoder.descriptor.capabilities, pipeline=Flag(False)))
     monkeypatch.setattr(decoder, "descriptor", without)
     with pytest.raises(NegotiationError, match="model family 'transformers_decoder' cannot divide the model: pipeline"):
-        planned(tiny("llama"), **{"parallel.pipeline": 2})
-    assert planned(tiny("llama")).plan.stages == ()
+        planned(tiny("llama_deep"), **{"parallel.pipeline": 2})
+    assert planned(tiny("llama_deep")).plan.stages == ()
 
 
 def test_a_cache_read_across_stages_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,18 +366,18 @@ def test_a_cache_read_across_stages_is_refused(tiny: Tiny, monkeypatch: pytest.M
 
     monkeypatch.setattr(TransformersDecoder, "inspect", sharing)
     with pytest.raises(NegotiationError, match=r"in stage 1 reads the cache of .* in stage 0") as caught:
-        planned(tiny("llama"), **{"parallel.pipeline": 2})
+        planned(tiny("llama_deep"), **{"parallel.pipeline": 2})
     assert "parallel.layers" in str(caught.value.fix)
-    assert planned(tiny("llama"), **{"parallel.pipeline": 2, "parallel.layers": (1, 3)}).plan.stages
+    assert planned(tiny("llama_deep"), **{"parallel.pipeline": 2, "parallel.layers": (1, 3)}).plan.stages
 
 
 def test_a_pool_that_one_stage_cannot_hold_is_refused(tiny: Tiny) -> None:
     with pytest.raises(CapacityError, match="one block takes"):
-        LLM(tiny("llama"), device="cpu", memory="1KiB", **over(2))
+        LLM(tiny("llama_deep"), device="cpu", memory="1KiB", **over(2))
 
 
 def test_stages_are_not_tuned(tiny: Tiny) -> None:
-    loaded = planned(tiny("llama"), **{"parallel.pipeline": 2}).loaded
+    loaded = planned(tiny("llama_deep"), **{"parallel.pipeline": 2}).loaded
     cases = cases_for("cpu", max_requests=8, max_model_len=256, max_batched_tokens=64)
     with pytest.raises(NegotiationError, match="2 pipeline stages: what is measured is kept"):
         Tuner(lambda _: loaded, cases, date="2026-11-21").run()
@@ -401,5 +401,5 @@ def test_a_model_is_checked_with_its_logits_made_on_the_last_stage(tiny: Tiny, m
 
     monkeypatch.setattr(stages.Part, "scope", scope)
     monkeypatch.setattr(logits.LogitsHead, "__call__", headed)
-    llm = LLM(tiny("llama"), **{**DEFAULTS, **over(2)})
+    llm = LLM(tiny("llama_deep"), **{**DEFAULTS, **over(2)})
     assert seen == {llm.plan.stages[-1].end_layer}

@@ -55,7 +55,7 @@ def on_the_cpu(path: Path) -> list[list[int]]:
 @pytest.mark.behaviour(91, 98)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_steps_in_pieces_give_the_cpus_text(pipeline: tuple[str, ...], tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     pieces = {"scheduler.microbatches": 2, "scheduler.microbatch_tokens": 2}
     llm = engine(path, "cuda", **{"parallel.pipeline": pipeline, **pieces})
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_torchs_backend_and_transformers_own_forward_cross_devices(pipeline: tup
 @pytest.mark.behaviour(142)
 def test_the_tightest_device_sizes_the_pool(tmp_path: Path) -> None:
     """The first card is filled up to 2 GiB, less than its part of a pool for 4,096 requests of 512 tokens takes."""
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     held = torch.empty(torch.cuda.mem_get_info(0)[0] - 2**31, dtype=torch.uint8, device="cuda:0")
     settings = {"parallel.pipeline": BOTH, "parallel.layers": (3, 1), "graphs.mode": "none"}
     llm = engine(path, "cuda", memory=0.995, max_num_seqs=4096, max_model_len=512, **settings)
@@ -125,7 +125,7 @@ def test_reloaded_weights_reach_every_stage(tmp_path: Path) -> None:
 
 @two_gpus
 def test_a_drafter_and_log_probabilities_work_over_stages(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     settings = {"drafter.name": "ngram", "drafter.tokens": 3}
     scored = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2)
     llm, one = engine(path, "cuda", **settings, **{"parallel.pipeline": BOTH}), engine(path, "cuda:0", **settings)
@@ -150,7 +150,7 @@ def test_a_drafter_and_log_probabilities_work_over_stages(tmp_path: Path) -> Non
 def test_any_card_gives_the_cpus_text_with_and_without_graphs(
     device: str, backend: str, graphs: str, drafter: str, tmp_path: Path
 ) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     gc.collect()  # engines of earlier tests
     before = torch.cuda.memory_allocated(0)
     llm = engine(path, device, backend=backend, **{"graphs.mode": graphs, "drafter.name": drafter})
@@ -173,7 +173,7 @@ def test_two_engines_on_two_cards_take_turns(tmp_path: Path) -> None:
 
 
 def test_graphs_are_cut_to_none_with_a_reason(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0)
+    path = tiny_models.build("llama_deep", tmp_path, 0)
     llm = engine(path, "cuda", **{"parallel.pipeline": SAME})
     assert llm.plan.graphs.resolved == "none"
     assert [note.code for note in llm.plan.downgrades if note.key == "graphs.mode"] == ["N312"]
@@ -182,7 +182,7 @@ def test_graphs_are_cut_to_none_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    path, count = tiny_models.build("llama", tmp_path, 0), torch.cuda.device_count()
+    path, count = tiny_models.build("llama_deep", tmp_path, 0), torch.cuda.device_count()
     with pytest.raises(ConfigError, match=rf"'cuda:{count}' is not there: {count} CUDA device"):
         engine(path, "cuda", **{"parallel.pipeline": ("cuda:0", f"cuda:{count}")})
     with pytest.raises(ConfigError, match=f"there are {count} CUDA devices"):

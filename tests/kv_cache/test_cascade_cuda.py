@@ -53,7 +53,7 @@ def replayed(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[G
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("llama", tmp_path_factory.mktemp("llama"), 0, max_position_embeddings=2048)
+    return tiny_models.build("llama_deep", tmp_path_factory.mktemp("llama_deep"), 0, max_position_embeddings=2048)
 
 
 @pytest.mark.behaviour(11, 71, 92)

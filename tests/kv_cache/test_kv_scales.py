@@ -67,7 +67,7 @@ def published(style: str = "k_scale v_scale") -> dict[str, torch.Tensor]:
 )
 @pytest.mark.behaviour(3)
 def test_a_cache_dtype_goes_by_vllms_names_and_torchs(asked: str, resolved: str, tmp_path: Path) -> None:
-    llm = engine(tiny_models.build("llama", tmp_path, 0), **{"cache.dtype": asked})
+    llm = engine(tiny_models.build("llama_deep", tmp_path, 0), **{"cache.dtype": asked})
     assert llm.plan.kv_dtype == resolved
     assert {cache.key.dtype for cache in llm.engine.runner.router.caches()} == {getattr(torch, resolved)}
     setting = next(each for each in llm.plan.settings if each.key == "cache.dtype")
@@ -78,7 +78,7 @@ def test_a_cache_dtype_goes_by_vllms_names_and_torchs(asked: str, resolved: str,
 @pytest.mark.parametrize("style", ["k_scale v_scale", "attn.k_scale attn.v_scale", "k_proj.k_scale v_proj.v_scale"])
 @pytest.mark.behaviour(3)
 def test_scales_of_the_checkpoint_reach_the_backend(style: str, tmp_path: Path) -> None:
-    path = with_scales(tiny_models.build("llama", tmp_path, 0), published(style))
+    path = with_scales(tiny_models.build("llama_deep", tmp_path, 0), published(style))
     llm = engine(path, **{"cache.dtype": "fp8"})
     assert scales_of(llm) == pytest.approx({i: pytest.approx(pair) for i, pair in SCALES.items()})
     assert "of the cache: the checkpoint's" in llm.plan.explain()
@@ -92,18 +92,18 @@ def test_scales_of_the_checkpoint_reach_the_backend(style: str, tmp_path: Path) 
 def test_one_scale_may_stand_for_both_and_what_is_not_positive_counts_as_1(tmp_path: Path) -> None:
     extra = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor([0.25]) for i in range(3)}
     extra["model.layers.3.self_attn.k_scale"] = torch.tensor(-1.0)
-    llm = engine(with_scales(tiny_models.build("llama", tmp_path, 0), extra), **{"cache.dtype": "fp8"})
+    llm = engine(with_scales(tiny_models.build("llama_deep", tmp_path, 0), extra), **{"cache.dtype": "fp8"})
     assert scales_of(llm) == {0: (0.25, 0.25), 1: (0.25, 0.25), 2: (0.25, 0.25), 3: (1.0, 1.0)}
 
 
 def test_scales_of_single_heads_are_refused(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.k_scale": torch.ones(2)}
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.k_scale in .* has shape \[2\]"):
-        engine(with_scales(tiny_models.build("llama", tmp_path, 0), extra))
+        engine(with_scales(tiny_models.build("llama_deep", tmp_path, 0), extra))
 
 
 def test_a_checkpoint_that_quantizes_its_cache_alone_is_served(tmp_path: Path) -> None:
-    path = with_scales(tiny_models.build("llama", tmp_path, 0), published())
+    path = with_scales(tiny_models.build("llama_deep", tmp_path, 0), published())
     expected = tokens_of(engine(path), PROMPTS)
     config = json.loads((path / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_quantizes_its_cache_alone_is_served(tmp_path: Path) -
 
 @pytest.mark.behaviour(93)
 def test_scales_are_calculated_from_the_first_step_and_stay(tmp_path: Path) -> None:
-    path = with_scales(tiny_models.build("llama", tmp_path, 0), published())
+    path = with_scales(tiny_models.build("llama_deep", tmp_path, 0), published())
     llm = engine(path, **{"cache.dtype": "fp8", "cache.calculate_kv_scales": True})
     assert set(scales_of(llm).values()) == {(1.0, 1.0)}, "neither the checkpoint's nor those of the profiled dummies"
     assert "calculated from the first step" in llm.plan.explain()
@@ -144,7 +144,9 @@ def test_scales_are_calculated_from_the_first_step_and_stay(tmp_path: Path) -> N
 
 @pytest.mark.behaviour(93)
 def test_the_step_that_calculates_scales_has_no_captured_shape(tmp_path: Path) -> None:
-    llm = engine(tiny_models.build("llama", tmp_path, 0), **{"cache.dtype": "fp8", "cache.calculate_kv_scales": True})
+    llm = engine(
+        tiny_models.build("llama_deep", tmp_path, 0), **{"cache.dtype": "fp8", "cache.calculate_kv_scales": True}
+    )
     asked: list[bool] = []
 
     class Shapes:
@@ -164,7 +166,7 @@ def test_the_step_that_calculates_scales_has_no_captured_shape(tmp_path: Path) -
 
 def test_scales_for_a_cache_that_has_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NegotiationError, match="a cache of dtype 'auto' has no scales") as caught:
-        engine(tiny_models.build("llama", tmp_path, 0), **{"cache.calculate_kv_scales": True})
+        engine(tiny_models.build("llama_deep", tmp_path, 0), **{"cache.calculate_kv_scales": True})
     assert 'cache.dtype = "fp8"' in str(caught.value)
 
 
@@ -205,7 +207,7 @@ def logits_with(llm: LLM, tokens: list[int], scales: dict[int, tuple[float, floa
 @pytest.mark.behaviour(3)
 def test_logits_over_an_eight_bit_cache_are_as_far_off_as_its_rounding(calculate: bool, tmp_path: Path) -> None:
     """The ratio rule of docs/decisions/tolerance.md: the baseline is the same rounding in the textbook formula."""
-    path = with_scales(tiny_models.build("llama", tmp_path, 0), published())
+    path = with_scales(tiny_models.build("llama_deep", tmp_path, 0), published())
     settings = {"cache.dtype": "fp8", "sampling.max_logprobs": 384, "sampling.logprobs_mode": "raw_logits"}
     llm = engine(path, **settings, **({"cache.calculate_kv_scales": True} if calculate else {}))
     outputs = llm.generate(PROMPTS, evolve(GREEDY, logprobs=384))
@@ -226,7 +228,7 @@ def test_logits_over_an_eight_bit_cache_are_as_far_off_as_its_rounding(calculate
 
 def test_a_prompt_that_is_pooled_gives_the_scales_once_too(tmp_path: Path) -> None:
     llm = engine(
-        tiny_models.build("llama", tmp_path, 0),
+        tiny_models.build("llama_deep", tmp_path, 0),
         **{"task": "embed", "cache.dtype": "fp8", "cache.calculate_kv_scales": True, "max_num_batched_tokens": 8},
     )
     scales = llm.engine.extension("kv_scales")

@@ -523,7 +523,7 @@ def test_the_memory_report_adds_up(llm: LLM) -> None:
     report = llm.engine.memory
     assert report is not None
     layers = llm.plan.cache_groups[0].layers
-    assert report.block == len(layers) * 16 * 2 * (16 + 16) * 4
+    assert report.block == len(layers) * 16 * 2 * (32 + 32) * 4
     assert report.cache == report.num_blocks * report.block
     assert report.num_blocks == 8 * 4 + 1  # eight requests of four blocks, and the null block
     assert report.num_blocks == llm.engine.scheduler.cache.pool.num_blocks

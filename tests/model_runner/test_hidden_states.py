@@ -53,7 +53,7 @@ def check(path: Path, requests: Iterable[tuple[list[int], dict[int, Any]]], text
 
 
 @pytest.mark.behaviour(97)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"optimize": True}, {"max_num_batched_tokens": 16}, {"model_family.transformers_decoder.lean": False}],
@@ -77,7 +77,7 @@ def test_a_drafter_sees_the_models_states_of_every_token(
 
 
 def test_preemption_and_prefix_hits_show_what_is_computed(tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     llm = engines(path, **WATCHER, memory=f"{8 * 16}KiB", max_num_batched_tokens=24)
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8)
     expected = tokens_of(engines(path), prompts)
@@ -106,7 +106,7 @@ def test_preemption_and_prefix_hits_show_what_is_computed(tiny: Tiny, engines: E
 def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, prompts = tiny("llama"), random_prompts(LENGTHS, seed=3)
+    path, prompts = tiny("llama_deep"), random_prompts(LENGTHS, seed=3)
     llm = engines(path, **WATCHER)
     drafting = llm.engine.extension("drafts").drafting
     assert drafting is not None
@@ -122,7 +122,7 @@ def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
 
 
 def test_nothing_is_collected_where_no_drafter_asks(tiny: Tiny, engines: Engines) -> None:
-    llm = engines(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False})
+    llm = engines(tiny("llama_deep"), **{"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False})
     assert llm.engine.extension("drafts").drafting.taps is None
     assert not llm.engine.extension("drafts").drafting.needs_computed
 
@@ -130,7 +130,7 @@ def test_nothing_is_collected_where_no_drafter_asks(tiny: Tiny, engines: Engines
 @pytest.mark.behaviour(128)
 def test_a_layer_that_the_model_does_not_have_is_refused_at_start(tiny: Tiny) -> None:
     with pytest.raises(ContractError, match=r"layers \[99\]"):
-        LLM(tiny("llama"), device="cpu", memory="4MiB", **{**WATCHER, "plugins.inline": (f"{SCRIPT}:TooDeep",)})
+        LLM(tiny("llama_deep"), device="cpu", memory="4MiB", **{**WATCHER, "plugins.inline": (f"{SCRIPT}:TooDeep",)})
 
 
 def test_a_family_that_shows_no_layers_is_refused_with_the_reason(tmp_path: Path) -> None:

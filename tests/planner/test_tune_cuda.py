@@ -23,10 +23,10 @@ def test_every_graph_mode_is_timed_and_no_memory_is_left_behind(
 ) -> None:
     monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("SLOTLINE_DEVICE", "cuda")
-    tiny_checkpoint(tmp_path / "llama")
+    tiny_checkpoint(tmp_path / "llama_deep")
     config = tmp_path / "run.toml"
     config.write_text(
-        'model = "llama"\ndtype = "bfloat16"\nattention.backend = ["triton", "torch"]\n'
+        'model = "llama_deep"\ndtype = "bfloat16"\nattention.backend = ["triton", "torch"]\n'
         '[cache]\nmemory = "64MiB"\n'
         "[scheduler]\nmax_requests = 8\nmax_model_len = 96\nmax_batched_tokens = 64\n"
     )

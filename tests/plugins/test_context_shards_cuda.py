@@ -42,7 +42,7 @@ def devices(count: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama_deep", "deepseek_v2"])
 def test_shards_on_gpus_give_the_same_text(family: str, num_devices: int, tmp_path: Path) -> None:
     path = str(tiny_models.build(family, tmp_path, 0))
     settings = {**COMMON, "dtype": "float32", "graphs.mode": "none"}

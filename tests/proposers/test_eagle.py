@@ -86,7 +86,7 @@ def agree(seen: list[tuple[list[int], list[int]]], expected: Expected, length: i
 
 @pytest.mark.behaviour(64, 120, 160)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
 def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     tiny: Tiny, engines: Engines, folder: Any, family: str, kind: str, settings: dict[str, Any]
@@ -119,7 +119,7 @@ def test_a_model_whose_layers_have_several_inputs_is_refused(tiny: Tiny, folder:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preemption_fills_the_cache_again(tiny: Tiny, engines: Engines, folder: Any, kind: str) -> None:
-    path, head = tiny("llama"), folder("llama", kind)
+    path, head = tiny("llama_deep"), folder("llama_deep", kind)
     # a token takes 1 KiB in the model's four layers of the same shape and a quarter of that in the head's
     llm = engines(path, **{**settings_of(head, kind), "memory": f"{10 * 20}KiB", "max_num_batched_tokens": 24})
     prompts, seen = random_prompts((30, 25, 40, 10, 33, 28), seed=8), watch(llm)
@@ -132,7 +132,7 @@ def test_preemption_fills_the_cache_again(tiny: Tiny, engines: Engines, folder: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cached_prefix_has_the_heads_entries_too(tiny: Tiny, engines: Engines, folder: Any, kind: str) -> None:
-    path, head = tiny("llama"), folder("llama", kind)
+    path, head = tiny("llama_deep"), folder("llama_deep", kind)
     llm, plain = engines(path, **settings_of(head, kind)), engines(path)
     prompts = random_prompts((20, 21, 35), seed=4)
     expected = tokens_of(plain, prompts)
@@ -152,7 +152,7 @@ def test_a_cached_prefix_has_the_heads_entries_too(tiny: Tiny, engines: Engines,
 def test_a_request_that_ends_with_its_prompt_leaves_its_entries(
     tiny: Tiny, engines: Engines, folder: Any, kind: str
 ) -> None:
-    path, head = tiny("llama"), folder("llama", kind)
+    path, head = tiny("llama_deep"), folder("llama_deep", kind)
     llm = engines(path, **settings_of(head, kind))
     prompt = random_prompts((40,), seed=5)[0]
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
@@ -164,9 +164,11 @@ def test_a_request_that_ends_with_its_prompt_leaves_its_entries(
 
 
 def test_requests_get_blocks_for_the_guesses_where_there_are_any(tiny: Tiny, engines: Engines, folder: Any) -> None:
-    path, prompts = tiny("llama"), random_prompts((14, 15), seed=2)
-    wide = engines(path, **settings_of(folder("llama", "eagle"), "eagle"))
-    tight = engines(path, **{**settings_of(folder("llama", "eagle"), "eagle"), "memory": "60KiB", "max_model_len": 32})
+    path, prompts = tiny("llama_deep"), random_prompts((14, 15), seed=2)
+    wide = engines(path, **settings_of(folder("llama_deep", "eagle"), "eagle"))
+    tight = engines(
+        path, **{**settings_of(folder("llama_deep", "eagle"), "eagle"), "memory": "60KiB", "max_model_len": 32}
+    )
     plain, held = engines(path), {}
     for llm in (wide, tight, plain):
         requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
@@ -182,8 +184,8 @@ def test_requests_get_blocks_for_the_guesses_where_there_are_any(tiny: Tiny, eng
 def test_texts_up_to_the_longest_are_the_same_for_any_number_of_drafts(
     tiny: Tiny, engines: Engines, folder: Any, kind: str, tokens: int
 ) -> None:
-    path = tiny("llama")
-    llm = engines(path, **settings_of(folder("llama", kind), kind, tokens))
+    path = tiny("llama_deep")
+    llm = engines(path, **settings_of(folder("llama_deep", kind), kind, tokens))
     prompts, params = random_prompts((50, 60, 63, 9), seed=6), SamplingParams(temperature=0, ignore_eos=True)
     assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
     assert llm.engine.extension("drafts").drafting.counts.failures == 0
@@ -191,8 +193,8 @@ def test_texts_up_to_the_longest_are_the_same_for_any_number_of_drafts(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampled_texts_are_the_same(tiny: Tiny, engines: Engines, folder: Any, kind: str) -> None:
-    path = tiny("llama")
-    llm, prompts = engines(path, **settings_of(folder("llama", kind), kind)), random_prompts(LENGTHS, seed=9)
+    path = tiny("llama_deep")
+    llm, prompts = engines(path, **settings_of(folder("llama_deep", kind), kind)), random_prompts(LENGTHS, seed=9)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True)
     assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
 
@@ -221,7 +223,7 @@ def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) 
 
 
 def test_the_eagle_layer_is_a_llamas_without_its_first_norm(tiny: Tiny, folder: Any) -> None:
-    config = read_config(folder("llama", "eagle"))
+    config = read_config(folder("llama_deep", "eagle"))
     head = EagleHead(config, bias=True)
     llama = LlamaConfig(**{**config.llama.to_dict(), "attn_implementation": "eager"})
     llama._attn_implementation = "eager"
@@ -244,7 +246,7 @@ def test_the_eagle_layer_is_a_llamas_without_its_first_norm(tiny: Tiny, folder: 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_attention_is_added_to_the_hidden_state_with_or_without_its_norm(tiny: Tiny, folder: Any, first: bool) -> None:
-    config = evolve(read_config(folder("llama", "eagle3")), norm_before_residual=first)
+    config = evolve(read_config(folder("llama_deep", "eagle3")), norm_before_residual=first)
     head = Eagle3Head(config)
     embeddings, hidden = torch.randn(2, 5, 64).unbind()
     positions = torch.arange(5)
@@ -289,9 +291,9 @@ def published(head: Path, folder: Path, form: str) -> Path:
 def test_a_head_drafts_the_same_from_every_published_form(
     tiny: Tiny, folder: Any, tmp_path: Path, kind: str, form: str
 ) -> None:
-    head, drafts = folder("llama", kind), []
+    head, drafts = folder("llama_deep", kind), []
     for path in (head, published(head, tmp_path / "other", form)):
-        llm = LLM(tiny("llama"), device="cpu", max_model_len=64, **settings_of(path, kind))
+        llm = LLM(tiny("llama_deep"), device="cpu", max_model_len=64, **settings_of(path, kind))
         seen = watch(llm)
         tokens_of(llm, random_prompts(LENGTHS, seed=3))
         drafts.append(seen)
@@ -304,7 +306,7 @@ def test_a_head_drafts_the_same_from_every_published_form(
 def test_the_layers_that_a_folder_names_are_read_in_its_order_and_else_the_usual_three(
     named: tuple[int, ...] | None, tiny: Tiny, tmp_path: Path
 ) -> None:
-    path = tiny("llama", num_hidden_layers=6)
+    path = tiny("llama_deep", num_hidden_layers=6)
     read = (2, 3, 3) if named is None else named  # 2, n // 2 and n - 3 of six
     changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(read)}}
     head = head_folders.build(tmp_path / "head", path, "eagle3", **changes)
@@ -331,7 +333,7 @@ def test_the_layers_that_a_folder_names_are_read_in_its_order_and_else_the_usual
 
 
 def test_a_head_of_speculators_normalises_first_unless_it_says_otherwise(folder: Any, tmp_path: Path) -> None:
-    head = folder("llama", "eagle3")
+    head = folder("llama_deep", "eagle3")
     assert not read_config(head).norm_before_residual
     assert not read_config(published(head, tmp_path / "says", "speculators")).norm_before_residual
     found = read_config(published(head, tmp_path / "default", "speculators, default"))
@@ -350,7 +352,7 @@ def test_a_head_of_speculators_normalises_first_unless_it_says_otherwise(folder:
 def test_other_heads_of_speculators_are_refused(
     folder: Any, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    made = published(folder("llama", "eagle3"), tmp_path / "made", "speculators")
+    made = published(folder("llama_deep", "eagle3"), tmp_path / "made", "speculators")
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=words):
@@ -372,40 +374,40 @@ def test_other_heads_of_speculators_are_refused(
 def test_a_head_of_another_model_is_refused(
     tiny: Tiny, tmp_path: Path, kind: str, changes: dict[str, Any], words: str
 ) -> None:
-    head = head_folders.build(tmp_path / "head", tiny("llama"), kind)
+    head = head_folders.build(tmp_path / "head", tiny("llama_deep"), kind)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ModelError, match=words):
-        LLM(tiny("llama"), device="cpu", **settings_of(head, kind))
+        LLM(tiny("llama_deep"), device="cpu", **settings_of(head, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_another_shape_are_named(tiny: Tiny, tmp_path: Path, kind: str) -> None:
-    head = head_folders.build(tmp_path / "head", tiny("llama"), kind)
+    head = head_folders.build(tmp_path / "head", tiny("llama_deep"), kind)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
     with pytest.raises(ModelError, match=r"mlp.gate_proj.weight is \[48, 64\], its config.json asks for \[50, 64\]"):
-        LLM(tiny("llama"), device="cpu", **settings_of(head, kind))
+        LLM(tiny("llama_deep"), device="cpu", **settings_of(head, kind))
 
 
 def test_one_kind_of_head_is_not_taken_for_the_other(tiny: Tiny, tmp_path: Path) -> None:
-    head = head_folders.build(tmp_path / "head", tiny("llama"), "eagle")
+    head = head_folders.build(tmp_path / "head", tiny("llama_deep"), "eagle")
     with pytest.raises(ModelError, match=r"midlayer|fc\.weight"):
-        LLM(tiny("llama"), device="cpu", **settings_of(head, "eagle3"))
+        LLM(tiny("llama_deep"), device="cpu", **settings_of(head, "eagle3"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_folder_the_fix_is_named(tiny: Tiny, kind: str) -> None:
     with pytest.raises(ModelError, match=r"no head is named(.|\n)*drafter.path"):
-        LLM(tiny("llama"), device="cpu", **{"drafter.name": kind})
+        LLM(tiny("llama_deep"), device="cpu", **{"drafter.name": kind})
     with pytest.raises(ModelError, match="does not describe an EAGLE head"):
-        LLM(tiny("llama"), device="cpu", **{"drafter.name": kind, "drafter.path": "/nowhere"})
+        LLM(tiny("llama_deep"), device="cpu", **{"drafter.name": kind, "drafter.path": "/nowhere"})
 
 
 def test_a_folder_beside_the_models_weights_needs_no_path(tiny: Tiny, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    for file in tiny("llama").iterdir():
+    for file in tiny("llama_deep").iterdir():
         (model / file.name).symlink_to(file)
     head_folders.build(model / "eagle3", model, "eagle3")
     llm = LLM(

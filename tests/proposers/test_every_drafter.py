@@ -31,7 +31,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[str
     root, made = tmp_path_factory.mktemp("drafters"), dict[str, tuple[Path, Path | None]]()
 
     def build(name: str) -> tuple[Path, Path | None]:
-        model = tiny("llama")
+        model = tiny("llama_deep" if name == "eagle3" else "llama")
         if name in ("eagle", "eagle3"):
             return model, head_folders.build(root / name, model, name)
         if name.startswith("medusa"):

@@ -161,7 +161,7 @@ def changed(path: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], An
 
 def test_a_checkpoint_without_such_a_layer_is_refused_with_the_names_that_were_looked_for(tiny: Tiny) -> None:
     with pytest.raises(ModelError, match="no multi-token-prediction layer") as error:
-        LLM(tiny("llama"), device="cpu", **settings_of())
+        LLM(tiny("llama_deep"), device="cpu", **settings_of())
     assert "model.layers.4.eh_proj.weight (DeepSeek-V3" in str(error.value)
     assert "mtp.fc.weight (Qwen3-Next" in str(error.value)
     assert "another drafter" in str(error.value)

@@ -68,7 +68,7 @@ def accepted(llm: LLM) -> int:
 def test_outputs_equal_those_without_drafts_one_step_after_the_other(
     params: SamplingParams, backend: str, tiny: Tiny, engines: Engines
 ) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     plain, llm = engines(path, **SMALL), engines(path, **SMALL, **OVERLAPPED, backend=backend)
     expected = plain.generate(PROMPTS, params)
     foresee(llm, PROMPTS, [o.outputs[0].token_ids for o in expected])
@@ -84,7 +84,7 @@ def test_requests_that_are_about_to_end_leave_a_batch_uniform(
     kind: str, asynchronous: bool, tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where verifying batches are captured, each request has as many drafts as the others, near its end too."""
-    path = tiny("llama")
+    path = tiny("llama_deep")
     settings = (
         FORESEEING
         if kind == "foreseeing"
@@ -164,7 +164,7 @@ def test_states_of_preempted_requests_begin_again(tiny: Tiny, engines: Engines) 
 def test_requests_that_come_and_go_at_random_give_the_same_tokens(
     seed: int, adaptive: bool, tiny: Tiny, engines: Engines
 ) -> None:
-    path, rng = tiny("llama"), Random(seed)
+    path, rng = tiny("llama_deep"), Random(seed)
     prompts = random_prompts([rng.randrange(1, 40) for _ in range(40)], seed=seed)
     params = [
         SamplingParams(
@@ -202,7 +202,7 @@ def test_requests_that_come_and_go_at_random_give_the_same_tokens(
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 def test_a_text_ends_at_its_limit(limit: int, tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
     llm = engines(path, **SMALL, **OVERLAPPED)
     foresee(llm, PROMPTS, tokens_of(engines(path), PROMPTS))
@@ -215,7 +215,7 @@ def test_a_text_ends_at_its_limit(limit: int, tiny: Tiny, engines: Engines) -> N
 
 
 def test_what_a_drafter_says_wrongly_costs_drafts_alone(tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     llm, expected = engines(path, **SMALL, **OVERLAPPED), tokens_of(engines(path), PROMPTS)
     foresee(llm, PROMPTS, [[token + 9000 * (i % 5 == 0) for i, token in enumerate(text)] for text in expected])
     drafting = llm.engine.extension("drafts").drafting
@@ -239,7 +239,7 @@ def test_what_a_drafter_says_wrongly_costs_drafts_alone(tiny: Tiny, engines: Eng
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     llm = engines(path, **OVERLAPPED)
     foresee(llm, PROMPTS[:1], tokens_of(engines(path), PROMPTS[:1]))
     events: list[str] = []
@@ -294,7 +294,7 @@ def drafts_placed(llm: LLM) -> list[tuple[list[int], list[int]]]:
 def test_a_head_drafts_what_it_drafts_without_a_cache(
     kind: str, settings: dict[str, Any], tiny: Tiny, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, head = tiny("llama"), head_folders.build(tmp_path / "head", tiny("llama"), kind)
+    path, head = tiny("llama_deep"), head_folders.build(tmp_path / "head", tiny("llama_deep"), kind)
     llm = engines(
         path,
         **{
@@ -318,7 +318,7 @@ def test_a_head_drafts_what_it_drafts_without_a_cache(
 
 @pytest.mark.parametrize("memory", ["8MiB", f"{2 * 4 * 30}KiB"], ids=["room", "preempted"])
 def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny, engines: Engines) -> None:
-    path = tiny("llama")
+    path = tiny("llama_deep")
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8)
     llm = engines(
         path,
@@ -375,7 +375,7 @@ def test_the_shipped_heads_draft_as_well_as_in_steps_that_do_not_overlap(kind: s
 
 def test_auto_says_why_and_a_refusal_names_all(tiny: Tiny, tmp_path: Path) -> None:
     def setting(**settings: Any) -> Any:
-        plan = LLM(tiny("llama"), device="cpu", **{"observability.progress": False}, **settings).plan
+        plan = LLM(tiny("llama_deep"), device="cpu", **{"observability.progress": False}, **settings).plan
         return next(s for s in plan.settings if s.key == "scheduler.async")
 
     chosen = setting(**OVERLAPPED)

@@ -33,7 +33,7 @@ class OnDevice(Bigram):
 @pytest.mark.parametrize("how", ["probabilities", "one-point"])
 def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("highest")
-    path = tiny_models.build("llama", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
+    path = tiny_models.build("llama_deep", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
     prompts = random_prompts((4, 9, 2, 7, 12), seed=1, vocab_size=VOCAB)
     params = [SamplingParams(temperature=float(i > 0), seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "memory": "16MiB", "drafter.name": "ngram"}
@@ -50,7 +50,7 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
 
 
 def test_ragged_drafts_replay_the_graph_of_whole_ones(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
+    path = tiny_models.build("llama_deep", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
     options: dict[str, Any] = {
         "max_model_len": 64,
         "memory": "16MiB",

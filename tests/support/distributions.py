@@ -115,7 +115,7 @@ def drafting_with(name: str, folder: Path, tiny: Build) -> tuple[Path, dict[str,
         folder: of untrained heads, which are made there.
     """
     sizes = {"vocab_size": VOCAB, "initializer_range": 0.2}
-    model = tiny("llama", **sizes)
+    model = tiny("llama_deep" if name == "eagle3" else "llama", **sizes)
     settings: dict[str, Any] = {"drafter.name": name, "drafter.tokens": K, "drafter.adaptive": False}
     if name in ("ngram", "suffix"):
         settings[f"drafter.{name}.min_tokens"] = 1

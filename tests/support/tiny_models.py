@@ -79,7 +79,13 @@ class TinyFamily:
 
 
 _FAMILIES: Mapping[str, TinyFamily] = {
-    "llama": TinyFamily(architecture="LlamaForCausalLM", config="LlamaConfig"),
+    "llama": TinyFamily(  # most tests' model: half of the layers, whose blocks take as many bytes
+        architecture="LlamaForCausalLM",
+        config="LlamaConfig",
+        settings={"num_hidden_layers": 2, "head_dim": 32},
+        windows=(None, None),
+    ),
+    "llama_deep": TinyFamily(architecture="LlamaForCausalLM", config="LlamaConfig"),  # for stages and inner states
     "llama_tied": TinyFamily(
         architecture="LlamaForCausalLM", config="LlamaConfig", settings={"tie_word_embeddings": True}
     ),
@@ -275,7 +281,7 @@ LATENT_FAMILIES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_l
 """The families with multi-head latent attention."""
 SHARING_FAMILIES = ("gemma3n", "gemma4")
 """The families some of whose layers read the caches of others."""
-_APART = ("llama4", *SHARING_FAMILIES, *LATENT_FAMILIES)
+_APART = ("llama4", "llama_deep", *SHARING_FAMILIES, *LATENT_FAMILIES)
 FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name not in _APART)
 """The names that `build` knows, but for those whose attention not every backend has."""
 

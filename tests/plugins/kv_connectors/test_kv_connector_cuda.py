@@ -46,7 +46,7 @@ def test_blocks_go_to_the_host_and_come_back(staging: int, monkeypatch: pytest.M
 
 
 @pytest.mark.behaviour(96, 161)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama_deep", "gemma3", "deepseek_v2"])
 @pytest.mark.parametrize("drafter", ["", "ngram"])
 def test_evicted_prefixes_come_back_from_pinned_memory(family: str, drafter: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)

@@ -48,15 +48,17 @@ def oracle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
     return PeftOracle(llama, tmp_path_factory.mktemp("adapters"), ADAPTERS)
 
 
+EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"], "r": 3},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "queries": {"target_modules": ["embed_tokens", "q_proj"], "use_rslora": True},
+}
+"""Adapters of the embedding, by themselves: PEFT saves an adapted embedding with every adapter of the model."""
+
+
 @pytest.fixture(scope="module")
 def embedded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
-    """Adapters of the embedding, by themselves: PEFT saves an adapted embedding with every adapter of the model."""
-    adapters = {
-        "embedding": {"target_modules": ["embed_tokens", "v_proj"], "r": 3},
-        "both": {"target_modules": ["embed_tokens", "lm_head"]},
-        "queries": {"target_modules": ["embed_tokens", "q_proj"], "use_rslora": True},
-    }
-    return PeftOracle(llama, tmp_path_factory.mktemp("embedded"), adapters)
+    return PeftOracle(llama, tmp_path_factory.mktemp("embedded"), EMBEDDINGS)
 
 
 @pytest.fixture
@@ -64,8 +66,8 @@ def engine(llama: Path, engines: Engines) -> Iterator[Callable[..., LLM]]:
     """An engine with two slots that knows no adapter."""
     used: list[LLM] = []
 
-    def get(**settings: Any) -> LLM:
-        used.append(engines(llama, **{**LORA, **settings}))
+    def get(path: Path = llama, **settings: Any) -> LLM:
+        used.append(engines(path, **{**LORA, **settings}))
         return used[-1]
 
     yield get
@@ -482,8 +484,9 @@ def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
 # --- over pipeline stages, each with a plugin of its own
 
 
-def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them(engine, embedded):
-    llm = engine(**EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": 3})
+def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them(engine, tiny, tmp_path):
+    embedded = PeftOracle(tiny("llama_deep"), tmp_path, EMBEDDINGS)
+    llm = engine(tiny("llama_deep"), **EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": 3})
     parts = llm.engine.extension("adapters")._lora._parts
     layers = [{path.split(".")[2] for path in part.lora.context.modules if ".layers." in path} for part in parts]
     assert set.union(*layers) == set("0123")
@@ -497,7 +500,7 @@ def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them
             assert shares.keys() <= part.lora.context.modules.keys()
 
 
-def test_products_over_stages_are_extended_and_planned_for_one_adapter(llama, oracle, monkeypatch):
+def test_products_over_stages_are_extended_and_planned_for_one_adapter(tiny, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     from slotline.plugins.lora.segmented import plugin
 
@@ -506,7 +509,8 @@ def test_products_over_stages_are_extended_and_planned_for_one_adapter(llama, or
     monkeypatch.setattr(plugin, "MOST_EXTENDED", 100)
     named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
     settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 4, "memory": "8MiB"}
-    llm = LLM(llama, optimize=False, **{**settings, **LORA, **named, "parallel.pipeline": 2})
+    oracle = PeftOracle(tiny("llama_deep"), tmp_path, ADAPTERS)
+    llm = LLM(tiny("llama_deep"), optimize=False, **{**settings, **LORA, **named, "parallel.pipeline": 2})
     expanded = expansions(llm)
     check(llm, oracle, ["plain", "stabilised", None], length=3)
     check(llm, oracle, ["stabilised", None], length=3)
@@ -717,12 +721,12 @@ def test_an_adapter_that_cannot_be_held_fails_its_request_and_nothing_else(fault
 
 
 def test_an_adapter_of_another_model_is_refused_with_the_shapes(engine, tiny, tmp_path):
-    wide = PeftOracle(tiny("llama", hidden_size=128), tmp_path, {"wide": {}})
+    wide = PeftOracle(tiny("llama_deep", hidden_size=128), tmp_path, {"wide": {}})
     with pytest.raises(RequestError, match=r"has the shapes .*\(128, 4\)}, wanted .*\(64, 4\)}"):
-        engine().add_lora(wide.request("wide"))
+        engine(tiny("llama_deep")).add_lora(wide.request("wide"))
     other = PeftOracle(tiny("starcoder2"), tmp_path / "s", {"code": {}})
     with pytest.raises(RequestError, match=r"no module that may carry an adapter; those are q_proj \(4\)"):
-        engine().add_lora(other.request("code"))
+        engine(tiny("llama_deep")).add_lora(other.request("code"))
 
 
 def test_the_output_projection_is_refused_with_the_key_that_allows_it(engine, oracle):

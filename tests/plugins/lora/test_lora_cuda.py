@@ -39,7 +39,7 @@ def tokens(llm: LLM, oracle: PeftOracle, names: list[str | None]) -> list[list[i
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_deep", "gemma3", "phi3", "qwen3"])
 @pytest.mark.behaviour(75, 137, 146)
 def test_adapters_swapped_through_two_slots_give_peft_s_text_in_every_graph_mode(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path / "model", 0)
@@ -60,7 +60,7 @@ def test_adapters_swapped_through_two_slots_give_peft_s_text_in_every_graph_mode
         assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], settings
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama_deep", "gemma3"])
 def test_adapters_of_the_embedding_and_the_head_give_peft_s_text_in_graphs(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path / "model", 0)
     targets = ["embed_tokens", "v_proj"] if family == "gemma3" else ["embed_tokens", "lm_head", "v_proj"]
@@ -72,7 +72,7 @@ def test_adapters_of_the_embedding_and_the_head_give_peft_s_text_in_graphs(famil
         assert tokens(llm, oracle, NAMES) == expected, plugin
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama_deep", "phi3", "gemma3"])
 def test_products_with_adapters_behind_their_weights_give_peft_s_text(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_an_output_projection_that_outgrows_the_multiprocessors_is_made_in_parts
 def test_graphs_are_captured_without_adapters_with_one_and_with_many_or_with_many_alone(
     specialize: bool, captured: set[AdapterUse], tmp_path: Path
 ) -> None:
-    path = tiny_models.build("llama", tmp_path / "model", 0)
+    path = tiny_models.build("llama_deep", tmp_path / "model", 0)
     llm = engine(path, **{"lora.name": "triton", "lora.specialize_graphs": specialize})
     assert {shape.variant for shape in llm.engine.graphs.shapes.largest_first} == captured
     oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}, "second": {}})
@@ -187,7 +187,7 @@ def test_graphs_are_captured_without_adapters_with_one_and_with_many_or_with_man
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_merged_adapter_and_one_in_a_slot_score_tokens_alike(dtype: str, tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path / "model", 0)
+    path = tiny_models.build("llama_deep", tmp_path / "model", 0)
     oracle = PeftOracle(path, tmp_path / "adapters", {"first": {"lora_alpha": 1}})
     found = []
     for merge in (False, True):
@@ -209,7 +209,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
     "pipeline", [("cuda:0", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=two_gpus)], ids=["same", "both"]
 )
 def test_adapters_over_stages_give_peft_s_text(pipeline: tuple[str, ...], tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path / "model", 0)
+    path = tiny_models.build("llama_deep", tmp_path / "model", 0)
     targets = ["embed_tokens", "lm_head", "q_proj", "v_proj", "down_proj"]
     adapters = {name: {"target_modules": targets} for name in ("first", "second", "third")}
     oracle = PeftOracle(path, tmp_path / "adapters", adapters)

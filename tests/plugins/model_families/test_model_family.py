@@ -60,7 +60,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @pytest.fixture
 def llama(checkpoints: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of the Llama checkpoint that a test may damage."""
-    return Path(shutil.copytree(checkpoints("llama"), tmp_path / "llama"))
+    return Path(shutil.copytree(checkpoints("llama_deep"), tmp_path / "llama_deep"))
 
 
 class DenseAttention:
@@ -162,7 +162,7 @@ def test_an_optimised_model_fed_in_chunks_gives_the_logits_of_one_pass(
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "granite", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama_deep", "gemma3", "granite", "gpt_oss"])
 def test_transformers_own_forward_gives_the_same_logits_and_is_noted(
     name: str, checkpoints: Callable[[str], Path]
 ) -> None:
@@ -257,11 +257,12 @@ def test_inspection_finds_what_the_configuration_says(name: str, checkpoints: Ca
     assert (facts.vocab_size, facts.hidden_size) == (tiny_models.VOCAB_SIZE, 64)
     assert (facts.max_model_len, facts.dtype) == (tiny_models.MAX_LEN, "float32")
     assert facts.num_parameters == sum(p.numel() for p in oracle.parameters())
-    assert [layer.name for layer in facts.layers] == [f"model.layers.{i}.self_attn" for i in range(4)]
-    assert [layer.index for layer in facts.layers] == [0, 1, 2, 3]
+    count, size = (2, 32) if name == "llama" else (4, 16)
+    assert [layer.name for layer in facts.layers] == [f"model.layers.{i}.self_attn" for i in range(count)]
+    assert [layer.index for layer in facts.layers] == list(range(count))
     assert tuple(layer.window for layer in facts.layers) == known.windows
     for layer in facts.layers:
-        assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v) == (4, 2, 16, 16)
+        assert (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v) == (4, 2, size, size)
         assert layer.scale == pytest.approx(oracle.get_submodule(layer.name).scaling)
         assert layer.soft_cap == known.soft_cap
         assert layer.sinks == known.sinks
@@ -301,7 +302,7 @@ def test_a_window_as_long_as_the_model_counts_as_full(tmp_path: Path) -> None:
     ],
 )
 def test_longest_sequence_follows_rope_scaling(rope: dict[str, object], length: int, tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path / "m", rope_parameters={"rope_theta": 10000.0, **rope})
+    path = tiny_models.build("llama_deep", tmp_path / "m", rope_parameters={"rope_theta": 10000.0, **rope})
     assert TransformersDecoder().inspect(path).max_model_len == length
     token_ids = prompt()
     expected = tiny_models.logits_reference(path, token_ids.tolist())
@@ -351,17 +352,17 @@ def test_dtype_comes_from_the_stored_weights_when_the_config_is_silent(llama: Pa
 
 @pytest.mark.behaviour(126)
 def test_bfloat16_loads_with_float32_rotary_frequencies(checkpoints: Callable[[str], Path]) -> None:
-    model = load(checkpoints("llama"), dtype="bfloat16")
+    model = load(checkpoints("llama_deep"), dtype="bfloat16")
     assert {p.dtype for p in model.hf_model.parameters()} == {torch.bfloat16}
     assert model.hf_model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert 2 * model.facts.num_parameters <= model.weight_bytes < 2 * model.facts.num_parameters + 1024
-    exact = tiny_models.logits_reference(checkpoints("llama"), prompt().tolist())
+    exact = tiny_models.logits_reference(checkpoints("llama_deep"), prompt().tolist())
     assert (logits_of(model, prompt()) - exact).abs().mean() < 0.1
 
 
 def test_a_model_that_waits_for_the_host_says_that_it_cannot_be_captured(checkpoints: Callable[[str], Path]) -> None:
     family = TransformersDecoder()
-    mixture, plain = family.inspect(checkpoints("mixtral")), family.inspect(checkpoints("llama"))
+    mixture, plain = family.inspect(checkpoints("mixtral")), family.inspect(checkpoints("llama_deep"))
     assert "synchronise with the host in float32" in str(family.capture_refusal(mixture, "cuda", "float32"))
     assert family.capture_refusal(mixture, "cuda", "bfloat16") is None
     assert family.capture_refusal(mixture, "cpu", "float32") is None
@@ -393,7 +394,7 @@ def test_only_copies_from_the_host_count_as_such() -> None:
 
 
 @pytest.mark.behaviour(132)
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
+@pytest.mark.parametrize("name", ["llama_deep", "llama_tied", "mixtral"])
 def test_reload_brings_back_zeroed_weights_at_their_old_addresses(
     name: str, checkpoints: Callable[[str], Path]
 ) -> None:
@@ -413,7 +414,7 @@ def test_reload_brings_back_zeroed_weights_at_their_old_addresses(
 @pytest.mark.parametrize("optimize", [False, True])
 def test_reload_reads_what_the_folder_holds_now(optimize: bool, llama: Path, tmp_path: Path) -> None:
     model = load(llama, optimize=optimize)
-    other = tiny_models.build("llama", tmp_path / "other", seed=1)
+    other = tiny_models.build("llama_deep", tmp_path / "other", seed=1)
     shutil.copy(other / "model.safetensors", llama / "model.safetensors")
     model.reload_weights()
     expected = tiny_models.logits_reference(other, prompt().tolist())
@@ -423,7 +424,7 @@ def test_reload_reads_what_the_folder_holds_now(optimize: bool, llama: Path, tmp
 @pytest.mark.behaviour(132)
 def test_reload_refuses_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:
     model = load(llama)
-    tiny_models.build("llama", tmp_path / "other", intermediate_size=32)
+    tiny_models.build("llama_deep", tmp_path / "other", intermediate_size=32)
     for file in ("model.safetensors", "config.json"):
         shutil.copy(tmp_path / "other" / file, llama / file)
     with pytest.raises(ModelError, match="do not fit the loaded model"):
@@ -444,18 +445,18 @@ def test_sharded_and_torch_files_load_like_one_safetensors_file(form: str, llama
 
 
 def test_offloading_on_a_cpu_changes_nothing_and_says_so(checkpoints: Callable[[str], Path]) -> None:
-    model = load(checkpoints("llama"), offload_bytes=1 << 20)
+    model = load(checkpoints("llama_deep"), offload_bytes=1 << 20)
     assert "no effect on cpu" in model.notes[0]
 
 
 def test_attention_outside_a_forward_is_an_error_that_names_the_layer(checkpoints: Callable[[str], Path]) -> None:
-    model = load(checkpoints("llama"))
+    model = load(checkpoints("llama_deep"))
     with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn"), torch.no_grad():
         model.hf_model(input_ids=prompt()[None])
 
 
 def test_two_models_keep_their_attention_apart(checkpoints: Callable[[str], Path]) -> None:
-    one, two = load(checkpoints("llama")), load(checkpoints("qwen3"))
+    one, two = load(checkpoints("llama_deep")), load(checkpoints("qwen3"))
     inner = DenseAttention()
 
     def outer(layer: AttentionLayer, *tensors: Any) -> torch.Tensor:
@@ -471,7 +472,7 @@ def test_two_models_keep_their_attention_apart(checkpoints: Callable[[str], Path
 
 @pytest.mark.behaviour(123)
 def test_the_bare_transformers_model_can_be_reached(checkpoints: Callable[[str], Path]) -> None:
-    assert type(load(checkpoints("llama")).hf_model).__name__ == "LlamaForCausalLM"
+    assert type(load(checkpoints("llama_deep")).hf_model).__name__ == "LlamaForCausalLM"
 
 
 @pytest.mark.behaviour(124)
@@ -564,8 +565,8 @@ def test_weights_of_another_shape_are_refused(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("llama", {"hidden_size": -4}),
-        ("llama", {"head_dim": 0}),
+        ("llama_deep", {"hidden_size": -4}),
+        ("llama_deep", {"head_dim": 0}),
         ("qwen3_next", {"linear_num_value_heads": 3}),
         ("nemotron_h", {"n_groups": 3}),
         ("mixtral", {"num_experts_per_tok": 9}),
@@ -587,7 +588,7 @@ def test_sizes_that_no_model_can_have_are_refused(
 
 def test_an_unknown_dtype_is_refused(checkpoints: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match="'int8'"):
-        load(checkpoints("llama"), dtype="int8")
+        load(checkpoints("llama_deep"), dtype="int8")
 
 
 def test_the_greedy_oracle_agrees_with_our_own_greedy_loop(checkpoints: Callable[[str], Path]) -> None:

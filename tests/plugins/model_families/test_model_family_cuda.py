@@ -97,7 +97,7 @@ def test_a_mixture_of_experts_can_be_captured_in_bfloat16(name: str, checkpoints
 def test_offloaded_layers_live_in_host_memory_and_give_the_same_logits(
     optimize: bool, checkpoints: Callable[[str], Path]
 ) -> None:
-    path, token_ids = checkpoints("llama"), prompt(24)
+    path, token_ids = checkpoints("llama_deep"), prompt(24)
     expected = tiny_models.logits_reference(path, token_ids.tolist())
     layer_bytes = sum(4 * p.numel() for p in tiny_models.oracle(path).model.layers[0].parameters())
     model = load(path, device="cuda", offload_bytes=2 * layer_bytes + 1, optimize=optimize)

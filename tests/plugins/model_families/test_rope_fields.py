@@ -36,8 +36,8 @@ def checkpoint(tiny: Tiny, tmp_path: Path) -> Callable[..., Path]:
     def get(**changes: Any) -> Path:
         folder = tmp_path / "checkpoint"
         if not folder.exists():
-            shutil.copytree(tiny("llama"), folder)
-        config = json.loads((tiny("llama") / "config.json").read_text())
+            shutil.copytree(tiny("llama_deep"), folder)
+        config = json.loads((tiny("llama_deep") / "config.json").read_text())
         del config["rope_parameters"]
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64} | changes))
         return folder
