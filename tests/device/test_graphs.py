@@ -137,7 +137,9 @@ def capture(
 
         monkeypatch.setattr(runner.model, "forward", noted)
         shapes = GraphDispatcher({"decode": "full"}, [1, 2], query_len=1, max_requests=2, max_tokens=8)
-        made = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.last_tokens)
+        made = GraphRunner(
+            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.last_tokens
+        )
         made.capture()
         monkeypatch.setattr(made, "addresses", lambda inputs: made._captured[inputs.shape].addresses)
         monkeypatch.setattr(runner, "graphs", made)
