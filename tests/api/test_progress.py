@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from slotline.core.api import progress
-from slotline.llm.progress import counted, progress_bar
+from slotline.core.api.progress import counted
+from slotline.llm.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from slotline.cli import main
-from slotline.llm.progress import counted, progress_bar
+from slotline.core.api.progress import counted
+from slotline.llm.progress import progress_bar
 from slotline.registry.errors import ConfigError
 
 LIGHT = ("config show", "plugins", "explain N191", "--help")
