@@ -9,6 +9,7 @@ import pytest
 
 from slotline.core.api import progress
 from slotline.core.api.progress import counted
+from slotline.llm import progress as bars
 from slotline.llm.progress import progress_bar
 
 
@@ -25,7 +26,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     made = Terminal()
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=made))  # pytest changes the real one between phases
+    for module in (progress, bars):  # pytest changes the real one between phases
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=made))
     return made
 
 
@@ -39,7 +41,9 @@ def test_captures_and_trials_are_counted_on_a_terminal(terminal: Terminal) -> No
 def test_nothing_is_drawn_where_nobody_looks(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted([3, 2, 1], "capturing graphs", show=False) == [3, 2, 1]
     assert terminal.getvalue() == ""
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=(file := io.StringIO())))
+    file = io.StringIO()
+    for module in (progress, bars):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=file))
     assert counted([3, 2, 1], "capturing graphs", show=True) == [3, 2, 1]
     with progress_bar(2, enabled=True) as bar:
         bar.advance(2, tokens=5)
