@@ -12,7 +12,7 @@ from attrs import evolve
 
 from slotline.builder.engine_builder import build_engine
 from slotline.chat.messages import as_conversations
-from slotline.chat.template import chat_options
+from slotline.chat.template import ChatOptions, chat_options
 from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.core.api.multimodal_inputs import items_of
 from slotline.core.api.outputs import (
@@ -240,8 +240,7 @@ class LLM:
         """Find the most likely continuations of each prompt by beam search, best first.
 
         Every round is one step for all beams of all prompts. With prefix caching, a beam computes only its newest token
-        and
-        the tokens of its last, incomplete block.
+        and the tokens of its last, incomplete block.
 
         Args:
             prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
@@ -378,21 +377,18 @@ class LLM:
 
         A message's content may be a list of parts, for example ``{"type": "text", "text": "..."}`` and
         ``{"type": "image", "image": image}``, as in transformers. If a template prints the content as one text, the
-        parts are
-        joined by line breaks, as in vLLM.
+        parts are joined by line breaks, as in vLLM.
 
         Args:
             messages: one conversation or many.
             sampling_params, lora_request, progress, use_tqdm: as for `generate`.
             chat_template: a template in place of the tokenizer's, or the name of one of its templates.
             chat_template_content_format: ``string`` or ``openai`` for templates that read a content as one text or as a
-                list
-                of parts. ``auto`` inspects the template.
+                list of parts. ``auto`` inspects the template.
             add_generation_prompt: begin the assistant's turn. This is the default, unless the last message is
                 continued.
             continue_final_message: leave the last message open, so that the output continues it, or the name of the
-                field to
-                continue instead of its content.
+                field to continue instead of its content.
             tools: functions with type hints, or JSON schemas.
             documents: documents that the template shows in addition to the messages.
             chat_template_kwargs, template_options: variables that the template reads, for example ``enable_thinking``.
@@ -411,17 +407,18 @@ class LLM:
             tools=tools,
             documents=documents,
         )
+        prompts = [self._chat_prompt(conversation, options) for conversation in as_conversations(messages)]
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+
+    def _chat_prompt(self, conversation: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
+        """Return the prompt of a conversation, with its items besides text."""
         reader = self._reader
         items = {} if reader is None else reader.placeholders
         cross = frozenset[str]() if reader is None else reader.cross
-        prompts = [
-            {
-                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
-                "multi_modal_data": items_of(conversation),
-            }
-            for conversation in as_conversations(messages)
-        ]
-        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+        return {
+            "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
+            "multi_modal_data": items_of(conversation),
+        }
 
     @known_options
     def stream(

@@ -62,7 +62,6 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
     Raises:
         RequestError: with the value and the fix.
     """
-    params, length = request.params, len(request.prompt_token_ids)
     if request.samples and request.task_params is not None:
         raise other_task(request.task_params, "generate", limits.tasks)
     for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
@@ -71,35 +70,10 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
                 f"{name}={safe_repr(value)} is not allowed", fix=f"{name} must be of type {kind.__name__}"
             )
     check_salt(request.cache_salt)
-    if length == 0:
-        raise RequestError("the prompt is empty", fix="give at least one token")
-    outputs, beside = (1, " beside one output token") if request.samples else (0, "")
-    longest = limits.max_model_len - outputs
-    if length > longest:
-        raise RequestError(
-            f"the prompt has {length} tokens; at most {longest} fit{beside} into max_model_len={limits.max_model_len}",
-            fix="shorten the prompt or raise scheduler.max_model_len",
-        )
-    tokens = request.token_array
-    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
-        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < limits.vocab_size)
-        raise RequestError(
-            f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",
-            fix="use this model's tokenizer",
-        )
-    if params.min_tokens > (room := limits.max_model_len - length):
-        raise RequestError(
-            f"min_tokens={params.min_tokens} does not fit: the prompt has {length} tokens and leaves {room} of "
-            f"max_model_len={limits.max_model_len}",
-            fix="lower min_tokens, shorten the prompt or raise scheduler.max_model_len",
-        )
+    _check_tokens(request, limits)
+    params = request.params
     if (highest := max(params.stop_token_ids, default=0)) >= limits.vocab_size:
         raise RequestError(f"stop_token_ids names token {highest}", fix=f"token ids are 0 to {limits.vocab_size - 1}")
-    if not limits.chunked_prefill and length > limits.max_batched_tokens:
-        raise RequestError(
-            f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
-            fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
-        )
     if request.priority and not limits.priorities:
         raise RequestError(
             f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"'
@@ -118,6 +92,38 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         if (value := getattr(params, name, None)) is not None:
             reason, fix = told(value)
             raise RequestError(f"{name} cannot be had: {reason}", fix=fix)
+
+
+def _check_tokens(request: Request, limits: EngineLimits) -> None:
+    """Refuse a prompt whose tokens or length do not fit the engine."""
+    length = len(request.prompt_token_ids)
+    if length == 0:
+        raise RequestError("the prompt is empty", fix="give at least one token")
+    outputs, beside = (1, " beside one output token") if request.samples else (0, "")
+    longest = limits.max_model_len - outputs
+    if length > longest:
+        raise RequestError(
+            f"the prompt has {length} tokens; at most {longest} fit{beside} into max_model_len={limits.max_model_len}",
+            fix="shorten the prompt or raise scheduler.max_model_len",
+        )
+    tokens = request.token_array
+    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",
+            fix="use this model's tokenizer",
+        )
+    if (asked := request.params.min_tokens) > (room := limits.max_model_len - length):
+        raise RequestError(
+            f"min_tokens={asked} does not fit: the prompt has {length} tokens and leaves {room} of "
+            f"max_model_len={limits.max_model_len}",
+            fix="lower min_tokens, shorten the prompt or raise scheduler.max_model_len",
+        )
+    if not limits.chunked_prefill and length > limits.max_batched_tokens:
+        raise RequestError(
+            f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
+            fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
+        )
 
 
 def other_task(params: Any, runs: str, tasks: Sequence[str]) -> RequestError:

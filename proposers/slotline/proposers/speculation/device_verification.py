@@ -16,10 +16,8 @@ class AcceptedDrafts(NamedTuple):
     """Result of a verified step for each row that samples, [m] int64 on the device.
 
     `last` is the index of the last accepted token among the logits. `newest` is that token, or 0 if the request ends
-    with
-    an error, `positions` its position in the text, and `previous` the token before it. `fallen` is the number of
-    rejected
-    drafts.
+    with an error, `positions` its position in the text, and `previous` the token before it. `fallen` is the number of
+    rejected drafts.
     """
 
     last: torch.Tensor

@@ -1,8 +1,7 @@
 """Draft runner: calls the drafter after each step, checks its output, and counts its acceptance.
 
 A drafter can make a run faster or slower, but never wrong. If it raises, or proposes a token outside the vocabulary,
-the
-request loses its drafts in that step and the failure is counted.
+the request loses its drafts in that step and the failure is counted.
 """
 
 from __future__ import annotations
@@ -347,8 +346,7 @@ class DraftRunner:
         """Fill the drafts of all requests to equal numbers with their newest token, so that a captured graph fits.
 
         Any token may follow the guesses, since a draft is accepted only if the model samples it. A text also ends at
-        its limit,
-        whatever follows.
+        its limit, whatever follows.
         """
         guesses, most = self.drafts.num_guesses[rows], self.limit_drafts(known)
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)

@@ -155,8 +155,8 @@ class ExtensionCapabilities:
         requires: names of features without which it cannot work, out of `FEATURES` or provided by another extension.
         excludes: names of features beside which it cannot work.
         order: extensions run in ascending order. Ties are ordered by name.
-        needs_caches: whether it is built only after the caches, with `parts.memory`. It then takes no part in the steps
-            before the first request, nor in the forward pass.
+        needs_caches: whether it is built only after the caches, with `parts.memory`. It then takes no part in the
+            steps over which memory is measured.
     """
 
     devices: Set[str] = Set(None)
