@@ -134,7 +134,7 @@ def build(num_requests: int, steps: int) -> Engine:
 
 def _tokenizer() -> Any:
     """The shipped model's tokenizer, for `--detokenize`."""
-    from slotline.core.api.tokenizer import Tokenizer
+    from slotline.text.tokenizer import Tokenizer
 
     return Tokenizer(Path(__file__).parent.parent / "core" / "slotline" / "core" / "small_model")
 

@@ -26,12 +26,12 @@ import torch
 from command_line import at_least, positive
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.device.cpu import CpuDevice
 from slotline.planner.plan import SMALL_MODEL
 from slotline.plugins.structured_output.bitmask import TokenBitmask
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.subject import subject_of
+from slotline.text.tokenizer import Tokenizer
 
 SHORT = "--requests 2 --tokens 8"
 PLUGINS = ("xgrammar", "llguidance")

@@ -27,9 +27,9 @@ from step_gpu import random_llm
 from structured_cpu import ORDER, PLUGINS, compiling, masks, step_seconds
 
 from slotline.core import SamplingParams, StructuredOutputsParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
+from slotline.text.tokenizer import Tokenizer
 
 SHORT = "benchmarks/models/llama-tiny --tokenizer core/slotline/core/small_model --requests 2 --tokens 8"
 CHARACTERS = 45_000_000

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from slotline.core import LLM, CompletionOutput, SamplingParams
-from slotline.core.api.detokenizer import Detokenizer
-from slotline.core.api.tokenizer import Tokenizer
+from slotline.text.detokenizer import Detokenizer
+from slotline.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

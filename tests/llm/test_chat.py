@@ -10,9 +10,9 @@ import pytest
 from chat_templates import EITHER, LISTS, LLAMA, LLAVA, PARTS, QWEN, STRICT, TEXTS
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError, SlotlineError
+from slotline.text.tokenizer import Tokenizer
 
 Engines = Callable[..., LLM]
 SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -272,7 +272,7 @@ def test_the_format_of_contents_can_be_named(llm: LLM) -> None:
     ],
 )  # fmt: skip
 def test_loops_over_a_content_tell_a_template_of_parts(template: str, parts: bool) -> None:
-    from slotline.chat.template import chat_template
+    from slotline.text.template import chat_template
 
     assert chat_template(template).parts is parts
 
@@ -397,7 +397,7 @@ def test_a_template_without_end_is_stopped(name: str, llm: LLM) -> None:
 
 
 def test_a_long_conversation_is_no_loop_without_end(tokenizer: Tokenizer) -> None:
-    from slotline.chat.template import ChatOptions
+    from slotline.text.template import ChatOptions
 
     talk = [{"role": role, "content": "word " * 100} for _ in range(1000) for role in ("user", "assistant")]
     for template in (QWEN, STRICT):

@@ -8,11 +8,11 @@ from typing import Any
 from attrs import define, field
 
 from slotline.core import StructuredOutputsParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import StructuredOutput, StructuredOutputContext
 from slotline.testing.oracles.structured_output import token_bytes
 from slotline.testing.subject import subject_of
+from slotline.text.tokenizer import Tokenizer
 
 PLUGINS = ("xgrammar", "llguidance")
 EOS = (0, 3)

@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 
 from slotline.builder.plugin_construction import build_plugin
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
@@ -26,6 +25,7 @@ from slotline.core.sampling.logits_processors import ProcessorPipeline, Processo
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import KVSpec, Model
 from slotline.registry.descriptor import Descriptor
+from slotline.text.tokenizer import Tokenizer
 
 
 @frozen(kw_only=True, eq=False)

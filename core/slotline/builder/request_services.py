@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from slotline.builder.plugin_construction import build_plugin
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
@@ -18,6 +17,7 @@ from slotline.core.scheduler.admission import EngineLimits
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import LogitsProcessorContext, TokenSampler
 from slotline.registry.loading import bind_contract
+from slotline.text.tokenizer import Tokenizer
 
 _PROCESSED = frozenset(
     {

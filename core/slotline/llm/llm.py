@@ -11,8 +11,6 @@ from typing import Any, cast
 from attrs import evolve
 
 from slotline.builder.engine_builder import build_engine
-from slotline.chat.messages import as_conversations
-from slotline.chat.template import ChatOptions, chat_options
 from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.core.api.multimodal_inputs import items_of
 from slotline.core.api.outputs import (
@@ -23,7 +21,6 @@ from slotline.core.api.outputs import (
     RequestOutput,
 )
 from slotline.core.api.prompts import Prompt, as_params, as_prompts, of_task
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -38,6 +35,9 @@ from slotline.registry.errors import ConfigError, RequestError
 from slotline.registry.named_path import as_path
 from slotline.registry.negotiation import Plan
 from slotline.registry.safe_repr import safe_repr
+from slotline.text.messages import as_conversations
+from slotline.text.template import ChatOptions, chat_options
+from slotline.text.tokenizer import Tokenizer
 
 _SHORT = {
     "backend": "attention.backend",

@@ -33,7 +33,7 @@ MOVED = MappingProxyType(
         "slotline.core.frontend.lora_request": "slotline.core.api.lora_request",
         "slotline.core.frontend.outputs": "slotline.core.api.outputs",
         "slotline.core.frontend.sampling_params": "slotline.registry.contracts.sampling_params",
-        "slotline.core.frontend.tokenizer": "slotline.core.api.tokenizer",
+        "slotline.core.frontend.tokenizer": "slotline.text.tokenizer",
         "slotline.core.planning.device": "slotline.planner.device",
         "slotline.core.planning.plan": "slotline.planner.plan",
         "slotline.core.sampling.argmax": "slotline.backends.cuda.ops",

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import Draft, DraftBatch, StructuredOutputContext
 from slotline.testing.subject import subject_of
+from slotline.text.tokenizer import Tokenizer
 from tests.proposers.test_drafting import drafted_by
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import StructuredOutput, StructuredOutputContext
 from slotline.registry.errors import RequestError
 from slotline.testing.oracles.structured_output import unpacked
 from slotline.testing.subject import subject_of
+from slotline.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
 

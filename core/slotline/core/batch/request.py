@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from slotline.core.api.detokenizer import Detokenizer
+    from slotline.text.detokenizer import Detokenizer
 
 
 UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False)

@@ -14,7 +14,6 @@ from attrs import define, evolve, field, frozen
 from slotline.core.api.outputs import RequestOutput
 from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
-from slotline.core.api.tokenizer import Tokenizer, with_bad_words
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.request import UNSAMPLED, Request
@@ -46,6 +45,7 @@ from slotline.registry.contracts import CompiledKernel, KernelCompiler
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
+from slotline.text.tokenizer import Tokenizer, with_bad_words
 
 if TYPE_CHECKING:
     from slotline.registry.negotiation import Plan

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 from attrs import define
 
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.sampling.logits_processors import ProcessorPipeline
@@ -20,6 +19,7 @@ from slotline.core.scheduler.admission import (
 )
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.registry.errors import RequestError
+from slotline.text.tokenizer import Tokenizer
 
 
 @define(kw_only=True, eq=False)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.logprobs import with_text
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
+from slotline.text.tokenizer import Tokenizer
 
 
 def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: Tokenizer | None) -> RequestOutput:

@@ -13,7 +13,6 @@ import logging
 import numpy as np
 from attrs import define
 
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.engine.output_processor import OutputProcessor
@@ -21,6 +20,7 @@ from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
+from slotline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("slotline")
 

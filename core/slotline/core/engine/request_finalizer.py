@@ -7,13 +7,13 @@ from time import monotonic
 
 from attrs import define
 
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request, Status
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.registry.attribution import BuiltPlugins
+from slotline.text.tokenizer import Tokenizer
 
 
 @define(kw_only=True, eq=False)

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request
 from slotline.registry.contracts import Companion
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
+from slotline.text.tokenizer import Tokenizer
 
 Int = npt.NDArray[np.int64]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from attrs import evolve
 
-from slotline.chat.template import ChatOptions, chat_template
-from slotline.core.api.detokenizer import Detokenizer
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.loading import one_line
 from slotline.registry.named_path import explain_name
 from slotline.registry.remote_code import remote_code
 from slotline.registry.safe_repr import safe_repr
+from slotline.text.detokenizer import Detokenizer
+from slotline.text.template import ChatOptions, chat_template
 
 
 class Tokenizer:

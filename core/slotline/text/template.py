@@ -10,14 +10,14 @@ from typing import Any
 from attrs import fields, frozen
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 
-from slotline.chat.content_format import asks_for_texts, reads_parts
-from slotline.chat.messages import ContentFormat, Message, plain
-from slotline.chat.sandbox import TemplateEnvironment, TemplateLimitError, allowed
 from slotline.registry.config.faults import similar
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.loading import one_line
 from slotline.registry.safe_repr import safe_repr
+from slotline.text.content_format import asks_for_texts, reads_parts
+from slotline.text.messages import ContentFormat, Message, plain
+from slotline.text.sandbox import TemplateEnvironment, TemplateLimitError, allowed
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 _FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from slotline.core.api.prompt_end import completed, prompt_end
+from slotline.text.prompt_end import completed, prompt_end
 
 
 class Detokenizer:

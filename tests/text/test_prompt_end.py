@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.api.detokenizer import Detokenizer
+from slotline.text.detokenizer import Detokenizer
 from tests.api.test_stop_rules import byte_fallback_tokenizer
 
 SMILE = "😀".encode()

@@ -1,1 +1,0 @@
-"""Chat: from messages to a prompt by the model's template."""

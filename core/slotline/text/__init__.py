@@ -1,0 +1,1 @@
+"""Text: tokenizer, detokenizer, and from messages to a prompt by the model's chat template."""
