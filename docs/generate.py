@@ -30,10 +30,14 @@ GUIDES = {  # the page that explains a slot at length
     "model_family": ("Model families", "../model-families.md"),
     "structured_output": ("Structured output", "../structured-output.md"),
     "extension": ("Step extensions", "../extensions.md"),
+    "linear": ("Quantization", "../quantization.md"),
+    "experts": ("Quantization", "../quantization.md"),
+    "weight_format": ("Quantization", "../quantization.md"),
 }
 PARTS_OF = {
     "pooling": "model_family",
     "sampling_params": "logits_processor",
+    "weights": "weight_format",
 }  # contract modules without a slot of their own
 CODE_GROUPS = {  # the first code of each group, in the order of the page
     "N001": "The plugin cannot be used",
@@ -42,6 +46,7 @@ CODE_GROUPS = {  # the first code of each group, in the order of the page
     "N140": "Blocks and layout",
     "N160": "Features",
     "N112": "Drafters, processors, state, LoRA",
+    "N113": "Quantized weights",
     "N190": "Choice",
     "N301": "Changes",
     "N401": "Warnings",

@@ -11,6 +11,7 @@ from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graphs import build_graphs, num_spec_tokens
 from slotline.builder.layer_groups import LayerGroupBuilder
+from slotline.builder.model_weights import build_weights
 from slotline.builder.nan_cause import nan_cause
 from slotline.builder.parts import CacheMemory, Parts, StepParts
 from slotline.builder.placement import device_memory, later_feeds
@@ -266,6 +267,7 @@ class EngineBuilder:
             stages=planned.stages.divided,
             captured=planned.plan.graphs.any_captured,
             options=self.planned.options(planned.family_descriptor),
+            weights=build_weights(planned),
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with (

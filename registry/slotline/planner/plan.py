@@ -43,6 +43,13 @@ from slotline.planner.pipeline_parallel import Stages, describe_devices, divide,
 from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
+from slotline.planner.weights import (
+    WeightsChoice,
+    choose_format,
+    choose_weights,
+    weights_capture_refusal,
+    with_weights,
+)
 from slotline.registry.config import LoadedConfig
 from slotline.registry.config.plugin_tables import options_path
 from slotline.registry.config.tree import find
@@ -99,6 +106,7 @@ class Planned:
         captures_drafts: True if the drafter's own steps are captured.
         sampling_defaults: values for parameters that a request leaves out, by the names of `SamplingParams`.
         plan: the negotiated plan.
+        weights: the plugins for quantized weights, None for plain weights.
     """
 
     loaded: LoadedConfig
@@ -128,6 +136,7 @@ class Planned:
     captures_drafts: bool
     sampling_defaults: Mapping[str, Any]
     plan: Plan
+    weights: WeightsChoice | None = None
 
     @property
     def device(self) -> str:
@@ -203,7 +212,8 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     devices = tuple(device.torch_device for device in named)
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = family_for(registry, path)
-    facts = family.inspect(path)
+    weight_format = choose_format(loaded, registry, path, family_descriptor)
+    facts = family.inspect(path) if weight_format is None else family.inspect(path, quantized=True)  # type: ignore[call-arg]
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
@@ -275,8 +285,13 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     states = state_candidates(registry, info) if facts.state_layers else ()
     rank = partial(registry.hooks.rank_candidates, device=info)
     plan = negotiate(request, attention, specs, states, rank)
+    weights = None
+    if weight_format is not None:
+        weights = choose_weights(loaded, registry, info, facts, weight_format, plan, stages.stages[-1].device)
     if plan.graphs.resolved != "none" and (
-        refusal := shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
+        refusal := shards.graphs_refusal
+        or _capture_refusal(family, facts, stages, plan, task)
+        or weights_capture_refusal(weights)
     ):
         _refuse_explicit_graphs(request.graphs, refusal)
         if task == "generate":
@@ -319,6 +334,8 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     }
     features = refuse_extensions(registry, extensions, has)
     plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
+    if weights is not None:
+        plan = with_weights(plan, loaded, registry, weights)
     plan = evolve(plan, inline_plugins=loaded.inline_files)
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
@@ -352,6 +369,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
         sampling_defaults=defaults.values,
         plan=plan,
+        weights=weights,
     )
     planned.check_options()
     return planned

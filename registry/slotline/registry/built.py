@@ -102,6 +102,12 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             further=((contracts.FeatureExtension, _always),),
             optional=dict.fromkeys((*METHODS, *FEATURE_METHODS, *SPEC_METHODS), _never),  # any of them
         ),
+        Kind.LINEAR: BuiltContract(protocol=contracts.Linear),
+        Kind.EXPERTS: BuiltContract(protocol=contracts.Experts),
+        Kind.WEIGHT_FORMAT: BuiltContract(
+            protocol=contracts.WeightFormat,
+            further=((contracts.OnlineFormat, _declared("online")),),
+        ),
     }
 )
 """By kind; the objects that factories make."""

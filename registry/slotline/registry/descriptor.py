@@ -28,6 +28,9 @@ class Kind(StrEnum):
     STRUCTURED_OUTPUT = "structured_output"
     DEVICE = "device"
     EXTENSION = "extension"
+    LINEAR = "linear"
+    EXPERTS = "experts"
+    WEIGHT_FORMAT = "weight_format"
 
     @property
     def entry_point_group(self) -> str:

@@ -44,14 +44,17 @@ if TYPE_CHECKING:
         AttentionCapabilities,
         DeviceCapabilities,
         DrafterCapabilities,
+        ExpertsCapabilities,
         ExtensionCapabilities,
         KVConnectorCapabilities,
         KVSpecCapabilities,
+        LinearCapabilities,
         LogitsProcessorCapabilities,
         LoraCapabilities,
         ModelFamilyCapabilities,
         StateCapabilities,
         StructuredOutputCapabilities,
+        WeightFormatCapabilities,
     )
     from slotline.registry.descriptor import Descriptor, DeviceInfo
     from slotline.registry.negotiation import Plan, PlanRequest
@@ -177,6 +180,33 @@ def slotline_extension() -> Iterable[Descriptor[ExtensionCapabilities]]:
 
     The factory gets an `ExtensionContext` and returns an object with any methods of `StepExtension`, once for each
     engine. Contract 1, `slotline.registry.contracts.extension`.
+    """
+
+
+@hookspec
+def slotline_weight_format() -> Iterable[Descriptor[WeightFormatCapabilities]]:
+    """Offer weight formats: readers of quantized checkpoints, and quantizers of plain ones at load.
+
+    The factory gets a `WeightFormatContext` and returns a `WeightFormat`, once for each plan. Contract 1,
+    `slotline.registry.contracts.weight_format`.
+    """
+
+
+@hookspec
+def slotline_linear() -> Iterable[Descriptor[LinearCapabilities]]:
+    """Offer linear plugins: products with quantized weights.
+
+    The factory gets a `LinearContext` and returns a `Linear`, once for each group of modules of one scheme and size.
+    Contract 1, `slotline.registry.contracts.linear`.
+    """
+
+
+@hookspec
+def slotline_experts() -> Iterable[Descriptor[ExpertsCapabilities]]:
+    """Offer experts plugins: mixtures of experts with quantized weights.
+
+    The factory gets an `ExpertsContext` and returns an `Experts`, once for each group of layers of one scheme and size.
+    Contract 1, `slotline.registry.contracts.experts`.
     """
 
 

@@ -26,6 +26,9 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.STRUCTURED_OUTPUT: "StructuredOutputCapabilities",
         Kind.DEVICE: "DeviceCapabilities",
         Kind.EXTENSION: "ExtensionCapabilities",
+        Kind.LINEAR: "LinearCapabilities",
+        Kind.EXPERTS: "ExpertsCapabilities",
+        Kind.WEIGHT_FORMAT: "WeightFormatCapabilities",
     }
 )
 
@@ -43,6 +46,9 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.STRUCTURED_OUTPUT: "name another in structured_output.backend",
         Kind.DEVICE: "name another in device",
         Kind.EXTENSION: "correct its table in the configuration, or do without it",
+        Kind.LINEAR: "name another in weights.linear",
+        Kind.EXPERTS: "name another in weights.experts",
+        Kind.WEIGHT_FORMAT: "name it under [plugins] block, if another reads the checkpoint",
     }
 )
 """What to do about a plugin that cannot be built."""

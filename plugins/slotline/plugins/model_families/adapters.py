@@ -20,6 +20,7 @@ from slotline.plugins.model_families.passes.extended_linear import ExtendedLinea
 from slotline.plugins.model_families.passes.invariant_linear import KernelLinear, TiledLinear
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection, PlainMerged
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, pack
+from slotline.plugins.model_families.quantized.slot_linear import SlotLinear
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
@@ -133,6 +134,11 @@ class Adaptation:
                 f"{name} shares its weight with the embedding, so no adapter can be merged into it",
                 fix="set lora.merge = false, or use an adapter without it",
             )
+        if isinstance(module, SlotLinear):
+            raise ModelError(
+                f"{name} has a quantized weight, so no adapter can be merged into it",
+                fix="set lora.merge = false, or load the model in full precision",
+            )
         weight = module.weight  # a plain copy where it is packed
         rows = weight[start : start + place.out_features[index]]
         rows.copy_((rows.float() + delta.to(rows.device, torch.float32)).to(rows.dtype))
@@ -179,7 +185,7 @@ _NO_ADAPTERS = frozenset({"merged", "dt_proj"})
 forward, so that no adapter on it can be trained."""
 
 
-_LINEAR = (nn.Linear, PackedLinear, KernelLinear, TiledLinear)
+_LINEAR = (nn.Linear, PackedLinear, KernelLinear, TiledLinear, SlotLinear)
 
 
 def _places(hf_model: nn.Module) -> list[Place]:

@@ -83,11 +83,12 @@ class Checkpoint:
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
 
-def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
+def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False) -> Checkpoint:
     """Read a folder's configuration files.
 
     Args:
         served: architectures that the caller can load.
+        quantized: True if a weight format serves the quantization configuration, which is left out then.
 
     Raises:
         ModelError: if the folder, its config.json or its weights are missing, or if its model is not served.
@@ -108,6 +109,8 @@ def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
             f"{path / 'config.json'} is no valid configuration of {architecture}: {error}",
             fix="download config.json again",
         ) from error
+    if quantized and hasattr(config, "quantization_config"):
+        del config.quantization_config
     _refuse_unserved_features(path, config)
     rope_fields.refuse_wrong(path, config)
     return Checkpoint(

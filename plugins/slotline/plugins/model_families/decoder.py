@@ -129,6 +129,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         single_adapter=Flag(True),
         staged_adapters=Flag(True),
         fast_prefill=Flag(True),
+        quantized=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -22,6 +22,7 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.naming import listed
+from slotline.plugins.model_families.quantized import load as quantized
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.errors import ModelError
 
@@ -53,10 +54,15 @@ def load_transformers_model(
         ModelError: if weights are missing or do not fit the model.
     """
     path = context.facts.path
-    found = found or checkpoint.read(path)
+    weights = context.weights
+    found = found or checkpoint.read(path, quantized=weights is not None)
     checkpoint.require_weights(path)
     weight_files.refuse_adapter(path)
     tensors = weight_files.tensors_of(path, found.config)
+    state, dtype, served = None, torch_dtype(context.dtype), found
+    if weights is not None and not weights.online:
+        found = quantized.with_slots(found, weights, dtype)
+        state, tensors = quantized.plain_state(found, tensors, weights, dtype)
     weight_files.refuse_quantized(tensors)
     weight_sizes.refuse_larger(found, tensors)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
@@ -64,9 +70,10 @@ def load_transformers_model(
     try:
         with _no_progress_bars(), report_of.kept():
             model, report = found.model_class.from_pretrained(
-                path,
+                path if state is None else None,
+                state_dict=state,
                 config=found.config,
-                dtype=torch_dtype(context.dtype),
+                dtype=dtype,
                 attn_implementation=found.attention(attention),
                 local_files_only=True,
                 trust_remote_code=False,
@@ -87,6 +94,14 @@ def load_transformers_model(
         del model.lm_head  # logits are not read, and the weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
+    if weights is not None:
+        model.__class__ = served.model_class
+        device = context.device
+        (
+            quantized.quantize(model, weights, device, dtype)
+            if weights.online
+            else quantized.fill(model, weights, device)
+        )
     model = binding.find_body(model.eval().requires_grad_(False))
     return own_attention.adopt(model, binding.slot_attention)
 

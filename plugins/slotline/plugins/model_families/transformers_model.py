@@ -26,6 +26,7 @@ from slotline.plugins.model_families.fast_prefill import keep_wanted
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
+from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.json_file import read_json
 
@@ -39,9 +40,9 @@ class TransformersDecoder:
     def __init__(self, context: object = None) -> None:
         """Do nothing, because `load` gets its context later."""
 
-    def inspect(self, path: Path) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
-        return inspection.inspect(Path(path))
+        return quantized_inspect.inspect(Path(path)) if quantized else inspection.inspect(Path(path))
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
         """Return the reason why a forward cannot be captured, or None.

@@ -25,6 +25,9 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.STRUCTURED_OUTPUT: "structured_output",
         Kind.DEVICE: "devices",
         Kind.EXTENSION: "extensions",
+        Kind.LINEAR: "linear",
+        Kind.EXPERTS: "experts",
+        Kind.WEIGHT_FORMAT: "weight_format",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""

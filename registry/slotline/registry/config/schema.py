@@ -205,6 +205,23 @@ class ParallelConfig:
 
 
 @frozen(kw_only=True)
+class WeightsConfig:
+    """Quantized weights."""
+
+    quantize: str = field(
+        default="",
+        metadata=_doc(
+            "quantize a checkpoint in full precision while it is loaded: 'int8', 'int4', 'fp8' or what else a "
+            "weight_format plugin offers; empty loads the weights as they are"
+        ),
+    )
+    linear: str = field(
+        default="auto", metadata=_doc("linear plugin for products with quantized weights; 'auto' chooses")
+    )
+    experts: str = field(default="auto", metadata=_doc("experts plugin for quantized mixtures; 'auto' chooses"))
+
+
+@frozen(kw_only=True)
 class SamplingConfig:
     """Sampling settings of the engine. Requests have their own sampling parameters."""
 
@@ -397,6 +414,7 @@ class Config:
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(factory=MultimodalConfig)
     parallel: ParallelConfig = field(factory=ParallelConfig)
+    weights: WeightsConfig = field(factory=WeightsConfig)
     sampling: SamplingConfig = field(factory=SamplingConfig)
     drafter: DrafterConfig = field(factory=DrafterConfig)
     lora: LoraConfig = field(factory=LoraConfig)
@@ -416,3 +434,8 @@ class Config:
         factory=dict, metadata=_doc("one table for each model family's own options")
     )
     devices: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each device plugin's own options"))
+    linear: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each linear plugin's own options"))
+    experts: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each experts plugin's own options"))
+    weight_format: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each weight format's own options")
+    )

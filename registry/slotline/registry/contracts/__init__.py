@@ -49,6 +49,7 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
+from slotline.registry.contracts.experts import Experts, ExpertsCapabilities, ExpertsContext
 from slotline.registry.contracts.extension import (
     ExtensionCapabilities,
     ExtensionContext,
@@ -71,6 +72,7 @@ from slotline.registry.contracts.kv_spec import (
     StateSpec,
     StateSpecContext,
 )
+from slotline.registry.contracts.linear import Linear, LinearCapabilities, LinearContext
 from slotline.registry.contracts.logits_processor import (
     Companion,
     LogitsBatch,
@@ -110,9 +112,25 @@ from slotline.registry.contracts.structured_output import (
     StructuredOutputContext,
     StructuredOutputsParams,
 )
+from slotline.registry.contracts.weight_format import (
+    OnlineFormat,
+    TensorReader,
+    WeightFormat,
+    WeightFormatCapabilities,
+    WeightFormatContext,
+)
+from slotline.registry.contracts.weights import (
+    ELEMENTS,
+    ModelWeights,
+    PlannedModule,
+    QuantizedWeight,
+    WeightModule,
+    WeightScheme,
+)
 
 __all__ = [
     "CONSTRAINTS",
+    "ELEMENTS",
     "POOLING_TASKS",
     "AdaptableModel",
     "AttentionBackend",
@@ -148,6 +166,9 @@ __all__ = [
     "DrafterContext",
     "DrafterInspection",
     "Drawn",
+    "Experts",
+    "ExpertsCapabilities",
+    "ExpertsContext",
     "ExtensionCapabilities",
     "ExtensionContext",
     "FeatureExtension",
@@ -165,6 +186,9 @@ __all__ = [
     "KVSpecContext",
     "KernelCompiler",
     "LayerReader",
+    "Linear",
+    "LinearCapabilities",
+    "LinearContext",
     "LogitsBatch",
     "LogitsProcessor",
     "LogitsProcessorCapabilities",
@@ -181,13 +205,17 @@ __all__ = [
     "ModelFamily",
     "ModelFamilyCapabilities",
     "ModelParts",
+    "ModelWeights",
     "MultimodalModel",
     "Observer",
+    "OnlineFormat",
     "PeakMemory",
+    "PlannedModule",
     "Pooler",
     "PoolingMethod",
     "PoolingParams",
     "ProcessedItem",
+    "QuantizedWeight",
     "SampledRows",
     "Stage",
     "StateBackend",
@@ -203,9 +231,15 @@ __all__ = [
     "StructuredOutputCapabilities",
     "StructuredOutputContext",
     "StructuredOutputsParams",
+    "TensorReader",
     "TimePoint",
     "TokenSampler",
     "TransferBuffer",
     "TreeMask",
     "Verified",
+    "WeightFormat",
+    "WeightFormatCapabilities",
+    "WeightFormatContext",
+    "WeightModule",
+    "WeightScheme",
 ]

@@ -12,6 +12,7 @@ from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.contracts.pooling import Pooler
 from slotline.registry.contracts.state import StateLayer
+from slotline.registry.contracts.weights import ModelWeights, WeightModule
 from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class ModelFamilyCapabilities:
         single_adapter: in a step of one adapter, its models can multiply with only a part of the room (`single_rows` in
             `extend` and `single` in `adapt`).
         staged_adapters: its models have `adapter_stages`.
+        quantized: `inspect` takes `quantized=True` and gives `ModelFacts.weight_modules`, and `load` reads the modules
+            of `ModelContext.weights` through their weight format and multiplies by their plugins.
         fast_prefill: `Model.forward` can skip the layers after the last one that owns a cache, for tokens whose hidden
             states are not wanted.
     """
@@ -100,6 +103,7 @@ class ModelFamilyCapabilities:
     single_adapter: Flag = Flag(False)
     staged_adapters: Flag = Flag(False)
     fast_prefill: Flag = Flag(False)
+    quantized: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -192,6 +196,8 @@ class ModelFacts:
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
         state_layers: the layers with a state per request. A tensor with dtype ``auto`` gets the activations' dtype.
         max_encoder_len: most keys of a request in layers of type ``cross``. 0 for a model without such layers.
+        weight_modules: modules whose weights are quantized or could be, in model order. Given only by `inspect` with
+            `quantized=True`.
         default_max_model_len: longest sequence to serve if the configuration gives none. None means `max_model_len`.
             Longer sequences may be refused when the model is loaded.
         host_copies: number of times that a forward pass copies data from the host into a device tensor. These copies
@@ -215,6 +221,7 @@ class ModelFacts:
     max_encoder_len: int = 0
     host_copies: int = 0
     default_max_model_len: int | None = None
+    weight_modules: tuple[WeightModule, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -225,6 +232,8 @@ class ModelContext:
         device: torch device string. With several stages, the last stage's device.
         batch_invariant: True if the plan relies on the capability of that name.
         stages: the pipeline's stages, at least two, for a family that declares `pipeline`. Otherwise empty.
+        weights: the quantized modules with their reader and their plugins, for a family that declares `quantized`. None
+            for plain weights.
         captured: True if forward passes are captured in graphs. All work must go through torch or the device's queue
             then, never through a call that the host makes with an address.
     """
@@ -240,6 +249,7 @@ class ModelContext:
     stages: tuple[Stage, ...] = ()
     options: Any = None
     captured: bool = False
+    weights: ModelWeights | None = None
 
 
 class Model(Protocol):
@@ -448,6 +458,9 @@ class ModelFamily(Protocol):
 
         Raises:
             slotline.registry.errors.ModelError: if the folder is not a checkpoint of this family.
+
+        A family that declares `quantized` is also called as ``inspect(path, quantized=True)``: the quantization
+        configuration is served elsewhere then, and the facts list `weight_modules`.
         """
         ...
 

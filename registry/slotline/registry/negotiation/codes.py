@@ -349,6 +349,50 @@ _ALL = (
         "The adapter is of a variant (rank-stabilised, DoRA) that the LoRA plugin does not do.",
         "Use a plain adapter, or choose another LoRA plugin.",
     ),
+    # --- quantized weights
+    _code(
+        "N113",
+        _R,
+        "weight scheme",
+        "The plugin has no product with weights of this scheme.",
+        "Install or name a linear or experts plugin that lists the scheme.",
+    ),
+    _code(
+        "N114",
+        _R,
+        "scales of a weight",
+        "The plugin does not multiply by weights whose scales are shared in this way: per tensor, channel, block, or "
+        "group of this many inputs.",
+        "Name another plugin, or quantize with other groups.",
+    ),
+    _code(
+        "N115",
+        _R,
+        "offsets or act order",
+        "The weights have offsets or act order, and the plugin has no product for them.",
+        "Name another plugin.",
+    ),
+    _code(
+        "N116",
+        _R,
+        "sizes of a weight",
+        "The plugin's product does not take weights of this number of inputs or outputs.",
+        "Name another plugin.",
+    ),
+    _code(
+        "N117",
+        _R,
+        "activation of experts",
+        "The plugin does not compute the activation or the bias of these experts.",
+        "Name another experts plugin.",
+    ),
+    _code(
+        "N118",
+        _R,
+        "rounded activations",
+        "The plugin rounds activations, and the checkpoint's scheme does not permit it.",
+        "Name another plugin.",
+    ),
     # --- choice
     _code(
         "N190",
@@ -574,6 +618,15 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "speculation": "N162",
         "rollback": "N177",
         "checkpoints": "N178",
+        "schemes": "N113",
+        "granularities": "N114",
+        "scale_groups": "N114",
+        "offsets": "N115",
+        "act_order": "N115",
+        "in_features": "N116",
+        "out_features": "N116",
+        "activations": "N117",
+        "bias": "N117",
     }
 )
 """Which code a refusal by a capability carries; N179 for those not listed."""

@@ -15,6 +15,7 @@ from slotline.registry.negotiation.failure import Conflict, Failure, GroupFailur
 from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GroupPlan, StateCachePlan, StateGroupPlan
 from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note, Rejection
+from slotline.registry.negotiation.weight_groups import WeightGroupPlan
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a parameter, by the plan's dtype."""
@@ -26,7 +27,7 @@ _SCALES: Mapping[str, str] = MappingProxyType(
         "1": "of the cache: 1",
     }
 )
-_AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | StateGroupPlan | GroupFailure
+_AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | StateGroupPlan | WeightGroupPlan | GroupFailure
 
 
 def explain_plan(plan: Plan, width: int = 100) -> str:
@@ -42,6 +43,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += ["", *_group(group, width)]
     for state_group in plan.state_groups:
         lines += ["", *_state_group(state_group, width)]
+    lines += _weights(plan, width)
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width))]
     lines += rows("pool", plan.pool.lines() if plan.pool else (), width)
     for cache in plan.state_caches:
@@ -174,6 +176,32 @@ def _state_group(group: StateGroupPlan, width: int) -> list[str]:
     return lines + _rejected(group.rejected, width, "rejected")
 
 
+def _weights(plan: Plan, width: int) -> list[str]:
+    """Return the format of quantized weights and the groups of modules."""
+    if not plan.weight_format:
+        return []
+    lines = ["", *row("weights", plan.weight_format, width)]
+    for group in plan.weight_groups:
+        lines += ["", *_weight_group(group, width)]
+    return lines
+
+
+def _weight_group(group: WeightGroupPlan, width: int) -> list[str]:
+    module = group.modules[0]
+    experts = f"{module.experts} experts of " if module.experts else ""
+    facts = [_count(len(group.modules), "module"), f"{experts}{module.in_features} -> {module.out_features}"]
+    facts.append(group.scheme.describe())
+    inline = ", inline" if group.inline else ""
+    chosen = f"{_named(group.plugin, group)}, contract {group.contract}{inline}: {group.reason}"
+    lines = [*hang(f"weight group {group.name}  ", ", ".join(facts), width), *row(group.kind, chosen, width, indent=2)]
+    text = f"{group.num_bytes / 2**20:,.1f} MiB, {group.plain_bytes / 2**20:,.1f} MiB in full precision"
+    lines += row("memory", text, width, indent=2)
+    if group.measured:
+        times = ", ".join(f"{name} {time:,.1f} us" for name, time in group.measured)
+        lines += row("measured", f"one token: {times}", width, indent=2)
+    return lines + _rejected(group.rejected, width, "rejected")
+
+
 def _rejected(rejected: Sequence[Rejection], width: int, label: str) -> list[str]:
     if not rejected:
         return []
@@ -260,13 +288,15 @@ def _all_groups(outcome: Plan | Failure | None) -> Sequence[_AnyGroup]:
     if outcome is None:
         return ()
     if isinstance(outcome, Plan):
-        return (*outcome.groups, *outcome.state_groups, *outcome.cache_groups)
+        return (*outcome.groups, *outcome.state_groups, *outcome.weight_groups, *outcome.cache_groups)
     return outcome.groups
 
 
 def _chosen(group: _AnyGroup) -> str | None:
     if isinstance(group, GroupPlan | StateGroupPlan):
         return group.backend
+    if isinstance(group, WeightGroupPlan):
+        return group.plugin
     return group.kv_spec if isinstance(group, CacheGroupPlan) else None
 
 

@@ -16,6 +16,7 @@ from slotline.registry.negotiation.pages import PoolPlan
 from slotline.registry.negotiation.reasons import Note, source_of
 from slotline.registry.negotiation.request import Part, Setting
 from slotline.registry.negotiation.state_memory import StateMemory
+from slotline.registry.negotiation.weight_groups import WeightGroupPlan
 
 
 @frozen(kw_only=True)
@@ -32,6 +33,8 @@ class Plan:
         graphs: the graph mode.
         state_groups: the decisions for layers that keep a state instead of keys and values.
         state_caches: the cache specs that hold the states.
+        weight_format: plugin that reads or makes quantized weights, in words. Empty for plain weights.
+        weight_groups: the decisions for modules with quantized weights.
         downgrades: differences from the request or the usual plan. Each is an error under `strict`.
         warnings: other points that deserve the user's attention.
         notes: differences from the simplest case without any cost.
@@ -56,6 +59,8 @@ class Plan:
     state_caches: tuple[StateCachePlan, ...] = ()
     pool: PoolPlan | None = None
     states: StateMemory | None = None
+    weight_format: str = ""
+    weight_groups: tuple[WeightGroupPlan, ...] = ()
     downgrades: tuple[Note, ...] = ()
     warnings: tuple[Note, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -105,6 +110,7 @@ class Plan:
             "groups": [group.decision() for group in self.groups],
             **({"state_groups": [group.decision() for group in self.state_groups]} if self.state_groups else {}),
             **({"state_caches": [cache.decision() for cache in self.state_caches]} if self.state_caches else {}),
+            **({"weight_groups": [group.decision() for group in self.weight_groups]} if self.weight_groups else {}),
             "graphs": self.graphs.decision(),
             **({} if self.pool is None else {"pool": self.pool.to_json()}),
             **({} if self.states is None else {"states": self.states.to_json()}),
@@ -130,6 +136,14 @@ class Plan:
             "groups": [group.to_json() for group in self.groups],
             "state_groups": [group.to_json() for group in self.state_groups],
             "state_caches": [cache.to_json() for cache in self.state_caches],
+            **(
+                {
+                    "weight_format": self.weight_format,
+                    "weight_groups": [group.to_json() for group in self.weight_groups],
+                }
+                if self.weight_format
+                else {}
+            ),
             "settings": [setting.to_json() for setting in self.settings],
             "stages": self._stages(),
             "inline_plugins": list(self.inline_plugins),

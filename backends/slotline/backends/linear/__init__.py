@@ -1,0 +1,1 @@
+"""Products with quantized weights: plugins of the slots `linear` and `experts`."""
