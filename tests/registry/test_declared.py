@@ -18,12 +18,13 @@ from slotline.registry.loading import _CAPABILITIES
 
 CLASSES = {kind: getattr(contracts, name) for kind, name in _CAPABILITIES.items()}
 FLOATS = ("float32", "float32")
+PAIRS = (Kind.ATTENTION, Kind.STATE)  # kinds whose dtypes are pairs
 
 
 def made(kind: Kind, **values: Any) -> Any:
     """Capabilities with nothing but what they must have, and the values."""
     required = {
-        item.name: Set((FLOATS,)) if item.name == "dtypes" and kind is not Kind.LORA else Set(("cpu",))
+        item.name: Set((FLOATS,)) if item.name == "dtypes" and kind in PAIRS else Set(("cpu",))
         for item in attrs.fields(CLASSES[kind])
         if item.default is attrs.NOTHING
     }

@@ -134,8 +134,8 @@ class WeightScheme:
     def describe(self) -> str:
         """Return the scheme in a few words, for tables."""
         rows, columns = self.group
-        size = {"group": f"s of {columns}", "block": f"s of {rows}x{columns}"}.get(self.granularity, "")
-        parts = [f"{self.name} per {self.granularity}{size}"]
+        size = {"group": f"in groups of {columns}", "block": f"in blocks of {rows}x{columns}"}
+        parts = [f"{self.name} {size.get(self.granularity, f'per {self.granularity}')}"]
         parts += [] if self.symmetric else ["offsets"]
         parts += ["act order"] if self.act_order else []
         parts += [f"activations {self.activation}" + ("" if self.dynamic else " static")] if self.activation else []

@@ -194,12 +194,16 @@ def _weight_group(group: WeightGroupPlan, width: int) -> list[str]:
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.plugin, group)}, contract {group.contract}{inline}: {group.reason}"
     lines = [*hang(f"weight group {group.name}  ", ", ".join(facts), width), *row(group.kind, chosen, width, indent=2)]
-    text = f"{group.num_bytes / 2**20:,.1f} MiB, {group.plain_bytes / 2**20:,.1f} MiB in full precision"
+    text = f"{_size(group.num_bytes)}, {_size(group.plain_bytes)} in full precision"
     lines += row("memory", text, width, indent=2)
     if group.measured:
         times = ", ".join(f"{name} {time:,.1f} us" for name, time in group.measured)
         lines += row("measured", f"one token: {times}", width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _rejected(rejected: Sequence[Rejection], width: int, label: str) -> list[str]:
