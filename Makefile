@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types imports docs check bench clean
+.PHONY: demo test test-slow lint types imports docs check bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,8 +19,11 @@ demo: $(VENV)/ready  ## continue Python code with the small model that ships, th
 	$(BIN)/slotline generate --lora docstrings --temperature 0 --max-tokens 40 "def read_file(path"
 	$(BIN)/slotline explain
 
-test: $(VENV)/ready  ## all tests
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+test: $(VENV)/ready  ## all tests but those marked slow
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow"
+
+test-slow: $(VENV)/ready  ## the tests marked slow: whole suites, long texts, every family, new plugins' own tests
+	$(BIN)/pytest -n 2 --dist worksteal -q -m slow
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

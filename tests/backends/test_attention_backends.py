@@ -22,6 +22,7 @@ CHECKS = {
 """Row of the behaviour list -> checks that prove it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.behaviour(56, 67)
 def test_a_built_in_backend_passes_the_suite_up_to_long_histories(name: str) -> None:

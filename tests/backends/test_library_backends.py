@@ -229,6 +229,7 @@ FLEX_CHECKS = {
 """The others take a minute, most of it tracing FlexAttention anew for each shape; the support matrix has them all."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [65_536, 40])
 def test_flex_is_right_in_hostile_surroundings(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_backend, "MOST_SLOTS", slots)

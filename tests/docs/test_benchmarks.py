@@ -76,6 +76,7 @@ def run_apart(
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: path.stem)
 def test_a_benchmark_runs_for_a_moment(
     path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

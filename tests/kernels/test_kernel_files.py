@@ -76,6 +76,7 @@ def in_the_way(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_default_backend_runs_where_nothing_can_be_written_and_says_so_once(in_the_way: Path) -> None:
     script = f"""
 from slotline.cli import main
@@ -109,6 +110,7 @@ print("as it should be")
 """
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_keep_what_the_next_start_finds(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = [start(COMPILES.replace("(8, 24)", order), cache=cache) for order in ("(8, 24)", "(24, 8)")]

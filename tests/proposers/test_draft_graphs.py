@@ -151,7 +151,7 @@ class Again:
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Any]]:
     """What each engine's drafter is asked, and what it answers."""
-    ask, asked = DraftRunner.ask, dict[int, list[Any]]()
+    ask, asked = DraftRunner.call_drafter, dict[int, list[Any]]()
 
     def recorded(self: DraftRunner, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         draft = ask(self, batch, attend)
@@ -159,7 +159,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Any]]:
         asked.setdefault(id(self), []).append([tensor.tolist() for tensor in tensors])
         return draft
 
-    monkeypatch.setattr(DraftRunner, "ask", recorded)
+    monkeypatch.setattr(DraftRunner, "call_drafter", recorded)
     return lambda llm: asked[id(llm.engine.extension("drafts").drafting)]
 
 

@@ -92,14 +92,14 @@ def test_captured_multi_token_prediction_layers_draft_as_eager_ones(
         drafting = llm.engine.extension("drafts").drafting
         assert drafting is not None
         assert (drafting.graphs is not None) == captured
-        proposals, ask = list[torch.Tensor](), drafting.ask
+        proposals, ask = list[torch.Tensor](), drafting.call_drafter
 
         def keep(*args: Any, proposals: Any = proposals, ask: Any = ask) -> Any:
             draft = ask(*args)
             proposals.append(draft.token_ids.clone())
             return draft
 
-        drafting.ask = keep  # type: ignore[method-assign]
+        drafting.call_drafter = keep  # type: ignore[method-assign]
         tokens_of(llm, random_prompts((7,), seed=4), params)  # alone: equal steps until a near tie
         assert drafting.counts.failures == 0, drafting.counts.last_failure
         given.append(torch.cat(proposals[1:9]).cpu())

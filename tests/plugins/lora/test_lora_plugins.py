@@ -35,6 +35,7 @@ INTERPRETED = (
 """All checks take four minutes in the interpreter."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs the compiled kernels on the GPU")
 def test_the_triton_plugin_passes_the_hardest_checks_under_the_interpreter(monkeypatch):
     """Declared for the CPU here, and without bfloat16, which the interpreter does not have."""
