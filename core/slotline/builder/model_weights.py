@@ -12,7 +12,7 @@ def build_weights(planned: Planned) -> ModelWeights | None:
     choice = planned.weights
     if choice is None:
         return None
-    modules = {}
+    modules: dict[str, PlannedModule] = {}
     for group in choice.groups:
         descriptor = choice.descriptors[group.kind, group.plugin]
         context = kernel_context(

@@ -25,15 +25,21 @@ logger = logging.getLogger("slotline")
 _ELEMENTS = 1 << 22
 """Elements of the weight that is timed. A product with more outputs takes proportionally longer."""
 _SECONDS = 0.02
-"""Time for one candidate, apart from packing."""
+"""Time for one candidate and number of tokens, apart from packing."""
+PROMPT = 64
+"""Tokens of a step with a prompt."""
 
 
 def product_times(
     registry: PluginRegistry, fits: Sequence[Candidate], context_of: Callable[[Any], Any], info: DeviceInfo
-) -> dict[str, float]:
-    """Return microseconds of a product of one token, by name of the candidate."""
-    times: dict[str, float] = {}
+) -> dict[str, tuple[float, float]]:
+    """Return microseconds of a product of one token, and a token's share of one of `PROMPT` tokens, by name.
+
+    Their sum weighs a token that is read like one that is generated.
+    """
+    times: dict[str, tuple[float, float]] = {}
     for candidate in fits:
+        assert candidate.descriptor is not None  # it fits
         context: LinearContext = context_of(candidate.descriptor)
         key = _key(candidate, context, info)
         kept = _kept(key)
@@ -73,20 +79,27 @@ def random_weight(scheme: WeightScheme, out_features: int, in_features: int, see
     )
 
 
-def _timed(kernel: Any, context: LinearContext) -> float:
+def _timed(kernel: Any, context: LinearContext) -> tuple[float, float]:
     outputs = max(1, min(context.out_features, _ELEMENTS // context.in_features))
     block = context.scheme.group[0]
     outputs = max(outputs // block, 1) * block if 1 < block <= context.out_features else outputs
     with torch.inference_mode():
         packed = kernel.pack(random_weight(context.scheme, outputs, context.in_features))
-        x = torch.randn(1, context.in_features).to(getattr(torch, context.dtype))
+        whole = 1e6 * context.out_features / outputs
+        single, prompt = (_best_of(kernel, packed, context, outputs, tokens) for tokens in (1, PROMPT))
+    return single * whole, prompt * whole / PROMPT
+
+
+def _best_of(kernel: Any, packed: Any, context: LinearContext, outputs: int, tokens: int) -> float:
+    """Return the seconds of the fastest of several products."""
+    x = torch.randn(tokens, context.in_features).to(getattr(torch, context.dtype))
+    kernel.apply(x, packed, outputs)
+    best, ends = float("inf"), time.perf_counter() + _SECONDS
+    while time.perf_counter() < ends:
+        started = time.perf_counter()
         kernel.apply(x, packed, outputs)
-        best, ends = float("inf"), time.perf_counter() + _SECONDS
-        while time.perf_counter() < ends:
-            started = time.perf_counter()
-            kernel.apply(x, packed, outputs)
-            best = min(best, time.perf_counter() - started)
-    return best * 1e6 * context.out_features / outputs
+        best = min(best, time.perf_counter() - started)
+    return best
 
 
 def _key(candidate: Candidate, context: LinearContext, info: DeviceInfo) -> str:
@@ -105,13 +118,14 @@ def _key(candidate: Candidate, context: LinearContext, info: DeviceInfo) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _kept(key: str) -> float | None:
+def _kept(key: str) -> tuple[float, float] | None:
     with suppress(OSError, ValueError, TypeError):
-        return float(json.loads((cache_folder() / "products" / f"{key}.json").read_text())["us"])
+        single, prompt = json.loads((cache_folder() / "products" / f"{key}.json").read_text())["us"]
+        return float(single), float(prompt)
     return None
 
 
-def _keep(key: str, us: float) -> None:
+def _keep(key: str, us: tuple[float, float]) -> None:
     try:
         write_atomic(cache_folder() / "products" / f"{key}.json", json.dumps({"us": us}).encode())
     except OSError as error:  # a folder that cannot be written costs the next start a timing

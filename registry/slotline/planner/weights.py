@@ -201,6 +201,7 @@ class _Chooser:
         if not fits:
             raise self._refusal(reasons)
         chosen, reason, times = self._best(fits)
+        assert chosen.descriptor is not None  # it fits
         descriptor = evolve(chosen.descriptor, capabilities=chosen.capabilities)
         built = self.registry.build(descriptor, self.context(descriptor))
         lost = Reason(code="N191", text=f"{chosen.name} was preferred: {reason}")
@@ -218,7 +219,7 @@ class _Chooser:
                 num_bytes=len(self.modules) * self._num_bytes(built),
                 plain_bytes=sum(map(_elements, self.modules)) * _BYTES[self.plan.dtype],
                 reason=reason,
-                measured=tuple(sorted(times.items(), key=lambda item: item[1])),
+                measured=tuple(sorted(((name, *us) for name, us in times.items()), key=lambda item: item[1] + item[2])),
                 rejected=tuple(_rejection(item, against or (lost,)) for item, against in reasons if item is not chosen),
             ),
             descriptor,
@@ -273,7 +274,7 @@ class _Chooser:
         if self.loaded.config.batch_invariant:
             yield Need(capability="batch_invariant", value=True, origin="batch_invariant = true")
 
-    def _best(self, fits: list[Candidate]) -> tuple[Candidate, str, dict[str, float]]:
+    def _best(self, fits: list[Candidate]) -> tuple[Candidate, str, dict[str, tuple[float, float]]]:
         if len(fits) == 1:
             named = f"named in weights.{self.slot.value}"
             return fits[0], named if self.asked != "auto" else "the only candidate that fits", {}
@@ -285,8 +286,8 @@ class _Chooser:
             return first, f"{len(fits)} candidates fit; {ranking.label} puts it first", {}
         if self.slot is Kind.LINEAR and "cpu" in (self.info.type, *self.info.compatible_with):
             times = product_times(self.registry, by_priority, self.context, self.info)
-            best = min(by_priority, key=lambda item: times[item.name])
-            return best, f"{len(fits)} candidates fit; the fastest for one token on this machine", times
+            best = min(by_priority, key=lambda item: sum(times[item.name]))
+            return best, f"{len(fits)} candidates fit; the fastest on this machine", times
         return by_priority[0], f"{len(fits)} candidates fit; decided by priority", {}
 
     def _refusal(self, reasons: Sequence[tuple[Candidate, tuple[Reason, ...]]]) -> NegotiationError:

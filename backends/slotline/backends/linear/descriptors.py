@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Flag, GraphSupport, Level, Set
+from slotline.registry.capability import Align, Flag, GraphSupport, Level, Set
 from slotline.registry.contracts.experts import ExpertsCapabilities
 from slotline.registry.contracts.linear import LinearCapabilities
 from slotline.registry.contracts.weights import ELEMENTS
@@ -25,6 +25,52 @@ dequantized = Descriptor(
     ),
     factory="slotline.backends.linear.dequantized:DequantizedLinear",
     summary="any scheme: the weight is dequantized in each product, which is slow and saves memory",
+)
+cpu = Descriptor(
+    kind=Kind.LINEAR,
+    name="cpu",
+    capabilities=LinearCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=_FLOATS,
+        schemes=Set(("int8", "int4", "fp8")),
+        scale_groups=Align(multiple_of=32),
+        offsets=Flag(True),
+        act_order=Flag(True),
+        in_features=Align(multiple_of=32),
+        priority=10,
+    ),
+    factory="slotline.backends.linear.cpu:CpuLinear",
+    summary="int8, int4 and fp8: codes are widened while they are read, compiled by numba",
+)
+torch_int8 = Descriptor(
+    kind=Kind.LINEAR,
+    name="torch_int8",
+    capabilities=LinearCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=Set(("bfloat16",)),
+        schemes=Set(("int8",)),
+        granularities=Set(("tensor", "channel")),
+        in_features=Align(multiple_of=32),
+        out_features=Align(multiple_of=32),
+    ),
+    factory="slotline.backends.linear.torch_packed:TorchInt8",
+    summary="int8 per output by torch's packed CPU kernel",
+)
+torch_int4 = Descriptor(
+    kind=Kind.LINEAR,
+    name="torch_int4",
+    capabilities=LinearCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=Set(("bfloat16",)),
+        schemes=Set(("int4",)),
+        granularities=Set(("group",)),
+        scale_groups=Align(exact=(32, 64, 128, 256)),
+        offsets=Flag(True),
+        in_features=Align(multiple_of=32),
+        out_features=Align(multiple_of=32),
+    ),
+    factory="slotline.backends.linear.torch_packed:TorchInt4",
+    summary="int4 in groups by torch's packed CPU kernel",
 )
 dequantized_experts = Descriptor(
     kind=Kind.EXPERTS,

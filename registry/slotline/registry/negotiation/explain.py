@@ -197,8 +197,8 @@ def _weight_group(group: WeightGroupPlan, width: int) -> list[str]:
     text = f"{_size(group.num_bytes)}, {_size(group.plain_bytes)} in full precision"
     lines += row("memory", text, width, indent=2)
     if group.measured:
-        times = ", ".join(f"{name} {time:,.1f} us" for name, time in group.measured)
-        lines += row("measured", f"one token: {times}", width, indent=2)
+        times = ", ".join(f"{name} {one:,.1f} and {many:,.1f} us" for name, one, many in group.measured)
+        lines += row("measured", f"a token alone and among many: {times}", width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")
 
 

@@ -23,7 +23,8 @@ class WeightGroupPlan:
         num_bytes: bytes of all packed weights of the group.
         plain_bytes: bytes that the same weights would have in the plan's dtype.
         reason: the reason for this plugin.
-        measured: microseconds of one product of one token, by plugin. Not part of the decision.
+        measured: (plugin, microseconds of a product of one token, of a token in a product of many). Not part of the
+            decision.
         rejected: the other candidates.
     """
 
@@ -39,7 +40,7 @@ class WeightGroupPlan:
     num_bytes: int = 0
     plain_bytes: int = 0
     reason: str = ""
-    measured: tuple[tuple[str, float], ...] = ()
+    measured: tuple[tuple[str, float, float], ...] = ()
     rejected: tuple[Rejection, ...] = ()
 
     def decision(self) -> dict[str, Any]:
@@ -64,6 +65,6 @@ class WeightGroupPlan:
             **self.decision(),
             "plain_bytes": self.plain_bytes,
             "reason": self.reason,
-            "measured_us": dict(self.measured),
+            "measured_us": {name: list(us) for name, *us in self.measured},
             "rejected": [item.to_json() for item in self.rejected],
         }

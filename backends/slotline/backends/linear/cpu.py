@@ -1,0 +1,142 @@
+"""Linear plugin `cpu`: codes of eight and four bits, widened while they are read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch.nn import functional
+
+from slotline.backends.linear import cpu_kernels as kernels
+from slotline.registry.contracts.linear import LinearContext
+from slotline.registry.contracts.weights import QuantizedWeight
+
+KINDS = {"int8": kernels.INT8, "int4": kernels.INT4, "fp8": kernels.FP8}
+FEW = 8
+"""Up to so many tokens the product is ours. For more, rows are dequantized in tiles and oneDNN multiplies."""
+TILE = 1 << 20
+"""Elements of a tile."""
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
+
+
+class CpuLinear:
+    """Product of one scheme and size. See `slotline.registry.contracts.linear.Linear`.
+
+    Scales are kept for each output and group. Inputs are permuted where the scheme has act order.
+    """
+
+    def __init__(self, context: LinearContext) -> None:
+        self._scheme, self._kind = context.scheme, KINDS[context.scheme.name]
+        self._inputs = context.in_features
+        self._groups = context.scheme.scale_shape(1, context.in_features)[1]
+        self._size = context.in_features // self._groups
+        self._dtype: torch.dtype = getattr(torch, context.dtype)
+        self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
+        self._scratch = torch.empty(self._threads, self._inputs)
+        self._no_sums = torch.zeros(self._groups)
+        plain = self._groups == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
+        self._single = kernels.one_scale if plain else kernels.one_token
+        self._narrow = self._dtype == torch.bfloat16
+        self._tile = torch.empty(0, dtype=self._dtype if self._narrow else torch.float32)
+
+    def pack(self, weight: QuantizedWeight) -> Mapping[str, torch.Tensor]:
+        rows, order = weight.out_features, None
+        codes, scales = weight.codes, self._by_rows(weight.scales, rows)
+        if weight.g_idx is not None:
+            order = weight.g_idx.long().argsort(stable=True)
+            codes = codes[:, order]
+        codes = codes.contiguous().view(torch.uint8)
+        if self._kind == kernels.INT4:
+            halves = ((codes + 8) & 15).view(rows, self._groups, 2, self._size // 2)
+            codes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+        packed = {"codes": codes.contiguous(), "scales": scales}
+        if weight.offsets is not None:
+            packed["offsets"] = self._by_rows(weight.offsets, rows)
+        return packed if order is None else packed | {"order": order}
+
+    def apply(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
+        if "order" in packed:
+            x = x.index_select(1, packed["order"])
+        tokens = x.shape[0]
+        if tokens > FEW or tokens == 0:
+            return self._many(x, packed, out_features)
+        inputs = x if x.dtype == torch.float32 else x.float()
+        out = torch.empty(tokens, out_features)
+        sums = self._no_sums
+        if tokens == 1 and "offsets" in packed:
+            sums = inputs.view(self._groups, self._size).sum(1)
+        told = self._told(packed, out, out_features, inputs, sums, tokens)
+        self._run(self._single if tokens == 1 else kernels.few_tokens, told)
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        codes = out_features * in_features // (2 if self._kind == kernels.INT4 else 1)
+        scales = out_features * self._groups * 4 * (1 if self._scheme.symmetric else 2)
+        return codes + scales + (8 * in_features if self._scheme.act_order else 0)
+
+    def _many(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], out_features)
+        rows = max(1, min(out_features, TILE // self._inputs))
+        if self._tile.numel() < rows * self._inputs:
+            self._tile = self._tile.new_empty(rows * self._inputs)
+        for first in range(0, out_features, rows):
+            count = min(rows, out_features - first)
+            tile = self._tile[: count * self._inputs].view(count, self._inputs)
+            told = self._told(packed, tile, count, tile, self._no_sums, 0)
+            told[kernels.FIRST] = first
+            self._run(kernels.narrow_tile if self._narrow else kernels.tile, told)
+            out[:, first : first + count] = functional.linear(x, tile.to(x.dtype))
+        return out
+
+    def _told(
+        self,
+        packed: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+        rows: int,
+        x: torch.Tensor,
+        sums: torch.Tensor,
+        tokens: int,
+    ) -> np.ndarray[Any, Any]:
+        """Return the numbers that a kernel is told."""
+        offsets = packed.get("offsets")
+        return np.array(
+            (
+                packed["codes"].data_ptr(),
+                packed["scales"].data_ptr(),
+                0 if offsets is None else offsets.data_ptr(),
+                x.data_ptr(),
+                sums.data_ptr(),
+                out.data_ptr(),
+                self._scratch.data_ptr(),
+                rows,
+                self._inputs,
+                self._groups,
+                tokens,
+                self._threads,
+                0,
+                self._kind,
+            ),
+            np.int64,
+        )
+
+    def _run(self, kernel: Any, told: np.ndarray[Any, Any]) -> None:
+        if self._threads == 1:
+            _directly(kernel, self._kind)(told.ctypes.data, 0)
+        else:
+            kernels.on_threads(kernel(self._kind).address, told, self._threads)
+
+    def _by_rows(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return scales [rows, groups], those of blocks repeated for each output."""
+        block = self._scheme.group[0] or rows
+        scales = scales.repeat_interleave(block, 0)[:rows] if block > 1 else scales
+        return scales.expand(rows, self._groups).contiguous()
+
+
+@cache
+def _directly(kernel: Any, kind: int) -> Any:
+    return _CALL(kernel(kind).address)
