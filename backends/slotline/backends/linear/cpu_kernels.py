@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
 CODES, SCALES, OFFSETS, X, SUMS, OUT, SCRATCH, ROWS, INPUTS, GROUPS, TOKENS, THREADS, FIRST, KIND = range(14)
-"""Places of the numbers: addresses, then sizes. OFFSETS is 0 for a symmetric scheme. FIRST is the first row, for tiles."""
+"""Places of the numbers: addresses, then sizes. OFFSETS is 0 for a symmetric scheme, FIRST the first row of a tile."""
 INT8, INT4, FP8 = range(3)
 """Kinds of codes."""
 FLOAT8_SCALE = np.float32(2.0**120)

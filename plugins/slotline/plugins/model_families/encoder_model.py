@@ -32,7 +32,7 @@ class TransformersEncoder:
     def __init__(self, context: object = None) -> None:
         """Do nothing, because `load` gets its context later."""
 
-    def inspect(self, path: Path) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)

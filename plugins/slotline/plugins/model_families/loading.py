@@ -96,12 +96,7 @@ def load_transformers_model(
     _refuse_incomplete(context, report)
     if weights is not None:
         model.__class__ = served.model_class
-        device = context.device
-        (
-            quantized.quantize(model, weights, device, dtype)
-            if weights.online
-            else quantized.fill(model, weights, device)
-        )
+        quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
     model = binding.find_body(model.eval().requires_grad_(False))
     return own_attention.adopt(model, binding.slot_attention)
 

@@ -138,10 +138,16 @@ def _merge(module: nn.Module, names: tuple[str, ...], linears: list[nn.Linear], 
     weight = torch.cat([linear.weight.detach() for linear in linears])  # [all out_features, in_features]
     bias = torch.cat([bias.detach() for bias in biases]) if biases else None  # [all out_features]
     merged = PackedLinear(weight, bias) if target.packs else PlainMerged(weight, bias, target.fused)
-    shared = _Shared(merged, [linear.out_features for linear in linears])
-    for index, name in enumerate(names):
-        setattr(module, name, MergedProjection(shared, index, linears[0].in_features))
+    sizes = [linear.out_features for linear in linears]
+    for name, projection in zip(names, share(merged, sizes, linears[0].in_features), strict=True):
+        setattr(module, name, projection)
     return True
+
+
+def share(merged: nn.Module, sizes: list[int], in_features: int) -> tuple[MergedProjection, ...]:
+    """Return projections of these sizes that share the product of one layer."""
+    shared = _Shared(merged, sizes)
+    return tuple(MergedProjection(shared, index, in_features) for index in range(len(sizes)))
 
 
 def _version(x: torch.Tensor) -> int:

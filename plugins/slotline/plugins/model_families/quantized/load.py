@@ -10,8 +10,10 @@ from attrs import evolve
 from torch import nn
 
 from slotline.plugins.model_families.checkpoint import Checkpoint
-from slotline.plugins.model_families.quantized.inspect import is_experts, stems, stored_name
+from slotline.plugins.model_families.passes.merged_projections import GATE_UP, QUERY_KEY_VALUE, share
+from slotline.plugins.model_families.quantized.inspect import stems, stored_name
 from slotline.plugins.model_families.quantized.slot_linear import SlotExperts, SlotLinear
+from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.contracts.weight_format import OnlineFormat, WeightFormat
 from slotline.registry.contracts.weights import (
     ModelWeights,
@@ -92,45 +94,108 @@ def plain_state(
     return state, left
 
 
-def fill(model: nn.Module, weights: ModelWeights, device: str) -> None:
+def put(model: nn.Module, weights: ModelWeights, context: ModelContext) -> None:
+    """Put the quantized weights into a loaded model: read, or quantized from its own."""
+    merge = context.optimize and not context.batch_invariant
+    if weights.online:
+        quantize(model, weights, context.device, getattr(torch, context.dtype), merge=merge)
+    else:
+        fill(model, weights, context.device, merge=merge)
+
+
+def fill(model: nn.Module, weights: ModelWeights, device: str, *, merge: bool) -> None:
     """Read, check and pack the weight of every slot of a loaded model.
+
+    Args:
+        merge: join projections of the same input to one product where that is possible.
 
     Raises:
         ModelError: for a weight that is missing or does not fit.
     """
-    for name, planned in weights.modules.items():
-        slot: Any = model.get_submodule(name)
+    for names in _products(weights, merge=merge):
+        planned = weights.modules[names[0]]
         if planned.module.experts:
             gate_up, down = _read_experts(weights.format, planned.module)
             _check(gate_up, planned, planned.module.stored, transposed=False)
             _check(down, planned, planned.module.stored, transposed=True)
-            _hold_experts(slot, planned, gate_up, down, device)
+            _hold_experts(model.get_submodule(names[0]), planned, gate_up, down, device)
         else:
-            weight = weights.format.read(planned.module.stored, planned.module.kind)
-            _check(weight, planned, planned.module.stored)
-            slot.hold(planned.kernel.pack(weight.to(device)))  # type: ignore[call-arg]
+            _hold_linears(model, names, [_read_linear(weights, name) for name in names], device)
 
 
-def quantize(model: nn.Module, weights: ModelWeights, device: str, dtype: torch.dtype) -> None:
-    """Quantize the modules of a model that was loaded in full precision, one by one."""
+def quantize(model: nn.Module, weights: ModelWeights, device: str, dtype: torch.dtype, *, merge: bool) -> None:
+    """Quantize the modules of a model that was loaded in full precision, one product after the other."""
     online: OnlineFormat = weights.format  # type: ignore[assignment]
-    for name, planned in weights.modules.items():
-        module: Any = model.get_submodule(name)
-        one = evolve(weights, modules={name: planned})
+    for names in _products(weights, merge=merge):
+        planned, module = weights.modules[names[0]], model.get_submodule(names[0])
+        one = evolve(weights, modules={name: weights.modules[name] for name in names})
         if planned.module.experts:
-            if not is_experts(module):
-                raise ModelError(f"{name} holds no experts any more", fix='set weights.quantize = ""')
-            parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
+            parts = [module.gate_up_proj.detach(), module.down_proj.detach()]  # type: ignore[operator]
             if getattr(module, "is_transposed", False):
                 parts = [part.transpose(1, 2) for part in parts]
-            quantized = [online.quantize(name, "experts", part) for part in parts]
+            both = [online.quantize(names[0], "experts", part) for part in parts]
             replace(model, one, dtype)
-            _hold_experts(model.get_submodule(name), planned, quantized[0], quantized[1], device)
+            _hold_experts(model.get_submodule(names[0]), planned, both[0], both[1], device)
         else:
-            weight = online.quantize(name, planned.module.kind, module.weight.detach())
+            found = []
+            for name in names:
+                kind, plain = weights.modules[name].module.kind, model.get_submodule(name).weight.detach()  # type: ignore[operator]
+                found.append(online.quantize(name, kind, plain))
             replace(model, one, dtype)
-            slot: Any = model.get_submodule(name)
-            slot.hold(planned.kernel.pack(weight.to(device)))  # type: ignore[call-arg]
+            _hold_linears(model, names, found, device)
+
+
+def without_head(weights: ModelWeights) -> ModelWeights:
+    """Return the modules that a task without logits has."""
+    return evolve(weights, modules={n: one for n, one in weights.modules.items() if one.module.kind != "head"})
+
+
+def _products(weights: ModelWeights, *, merge: bool) -> Iterator[tuple[str, ...]]:
+    """Yield the names of the modules of each product: one module, or projections of the same input."""
+    taken: set[str] = set()
+    for name in weights.modules:
+        parent, _, own = name.rpartition(".")
+        for siblings in (QUERY_KEY_VALUE, GATE_UP) if merge else ():
+            names = tuple(f"{parent}.{sibling}" for sibling in siblings)
+            if own == siblings[0] and _fit_together(weights, names):
+                taken.update(names)
+                yield names
+        if name not in taken:
+            yield (name,)
+
+
+def _fit_together(weights: ModelWeights, names: tuple[str, ...]) -> bool:
+    found = [weights.modules[name] for name in names if name in weights.modules]
+    if len(found) < len(names):
+        return False
+    block = found[0].scheme.group[0]
+    facts = {(one.scheme, one.module.in_features, type(one.kernel)) for one in found}
+    aligned = block <= 1 or all(one.module.out_features % block == 0 for one in found)
+    return len(facts) == 1 and block > 0 and aligned and not found[0].scheme.act_order and found[0].scheme.dynamic
+
+
+def _read_linear(weights: ModelWeights, name: str) -> QuantizedWeight:
+    planned = weights.modules[name]
+    weight = weights.format.read(planned.module.stored, planned.module.kind)
+    _check(weight, planned, planned.module.stored)
+    return weight
+
+
+def _hold_linears(model: nn.Module, names: tuple[str, ...], found: list[QuantizedWeight], device: str) -> None:
+    """Pack the weights of one product, and put a merged product in the place of several slots."""
+    slots: list[Any] = [model.get_submodule(name) for name in names]
+    biases = [slot.bias for slot in slots if slot.bias is not None]
+    if len(slots) == 1 or len(biases) not in (0, len(slots)):
+        for slot, weight in zip(slots, found, strict=True):
+            slot.hold(slot.kernel.pack(weight.to(device)))
+        return
+    sizes, first = [slot.out_features for slot in slots], slots[0]
+    bias = nn.Parameter(torch.cat([b.detach() for b in biases]), requires_grad=False) if biases else None
+    merged = SlotLinear(first.in_features, sum(sizes), first.kernel, bias, first.dtype)
+    merged.hold(first.kernel.pack(concatenate(found).to(device)))
+    parent = model.get_submodule(names[0].rpartition(".")[0])
+    for name, projection in zip(names, share(merged, sizes, first.in_features), strict=True):
+        setattr(parent, name.rpartition(".")[2], projection)
 
 
 def _hold_experts(
