@@ -309,21 +309,24 @@ def write(form: Form, plain: Path, quantized: Path, meant: Path) -> None:
         parts, dequantized[name] = form.write(tensor.float())
         stored |= {f"{stem}.{end}": part for end, part in parts.items()}
     config = json.loads((plain / "config.json").read_text())
-    for folder in (quantized, meant):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in plain.glob("token*.json"):
-            shutil.copy(file, folder)
     save(meant, dequantized, config)
+    own = {} if form.file else {"quantization_config": dict(form.config)}
+    save(quantized, stored, {**config, **own})
     if form.file:
-        save(quantized, stored, config)
         (quantized / form.file).write_text(json.dumps(dict(form.config)))
-    else:
-        save(quantized, stored, {**config, "quantization_config": dict(form.config)})
+    for folder in (quantized, meant):
+        copy_tokenizer(plain, folder)
+
+
+def copy_tokenizer(plain: Path, folder: Path) -> None:
+    """Give a checkpoint the tokenizer of another."""
+    for file in plain.glob("token*.json"):
+        shutil.copy(file, folder)
 
 
 def is_linear(name: str) -> bool:
     """Return True for the weight of a projection of a Llama."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
@@ -337,4 +340,53 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, A
 
 def two_layers(path: Path, family: str = "llama") -> Path:
     """Return a tiny checkpoint of two layers."""
-    return tiny_models.build(family, path, seed=0, num_hidden_layers=2)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gpt_oss" else {}
+    return tiny_models.build(family, path, seed=0, num_hidden_layers=2, **kinds)
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round experts [experts, out, in] to MXFP4: blocks [experts, out, in / 32, 16], exponents, and what they mean."""
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    table = torch.cat((table, -table))
+    groups = weight.unflatten(-1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).log2().ceil().clamp(-127, 127)
+    scales = torch.exp2(exponents)
+    codes = (groups / scales[..., None])[..., None].sub(table).abs().argmin(-1)
+    blocks = (codes[..., ::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+    return blocks, (exponents + 127).to(torch.uint8), (table[codes] * scales[..., None]).flatten(-2)
+
+
+def gpt_oss(plain: Path, quantized: Path, meant: Path) -> None:
+    """Write a GPT-OSS checkpoint as published, and the same model dequantized."""
+    tensors, stored, dequantized = load_file(plain / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = dequantized[name] = tensor
+            continue
+        blocks, exponents, weight = mxfp4(tensor.transpose(1, 2).float())
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+        dequantized[name] = weight.transpose(1, 2)
+    config = json.loads((plain / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    save(meant, dequantized, config)
+    said = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    save(quantized, stored, {**config, "quantization_config": said})
+    for folder in (quantized, meant):
+        copy_tokenizer(plain, folder)
+
+
+def adapter(path: Path, plain: Path, modules: tuple[str, ...]) -> Path:
+    """Write a LoRA adapter of rank 4 for some projections of every layer."""
+    tensors = {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        if stem.rpartition(".")[2] in modules:
+            generator = torch.Generator().manual_seed(len(tensors))
+            for part, shape in (("lora_A", (4, weight.shape[1])), ("lora_B", (weight.shape[0], 4))):
+                key = f"base_model.model.{stem}.{part}.weight"
+                tensors[key] = torch.randn(shape, generator=generator) * 0.2
+    path.mkdir(parents=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(modules), "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(said))
+    return path

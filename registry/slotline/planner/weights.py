@@ -257,7 +257,8 @@ class _Chooser:
         needs = {
             "schemes": scheme.name,
             "granularities": scheme.granularity,
-            "scale_groups": scheme.group[1] if scheme.granularity == "group" else None,
+            "scale_groups": scheme.group[1] or None,
+            "ragged": bool(scheme.group[1]) and first.in_features % scheme.group[1] > 0,
             "offsets": not scheme.symmetric,
             "in_features": first.in_features,
             "out_features": first.out_features,
@@ -292,7 +293,11 @@ class _Chooser:
 
     def _refusal(self, reasons: Sequence[tuple[Candidate, tuple[Reason, ...]]]) -> NegotiationError:
         first = self.modules[0]
-        texts = [f"{item.name}: {'; '.join(f'{r.code} {r.text}' for r in against)}" for item, against in reasons]
+        texts = [
+            f"{item.name}: {'; '.join(f'{r.code} {r.text}' for r in against)}"
+            for item, against in reasons
+            if self.asked in ("auto", item.name)
+        ]
         sizes = f"{first.in_features} inputs, {first.out_features} outputs"
         message = (
             f"no {self.slot.value} plugin multiplies by {first.name} and {len(self.modules) - 1} more of scheme "

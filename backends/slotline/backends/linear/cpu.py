@@ -15,6 +15,7 @@ from torch.nn import functional
 from slotline.backends.linear import cpu_kernels as kernels
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
+from slotline.registry.errors import ModelError
 
 KINDS = {"int8": kernels.INT8, "int4": kernels.INT4, "fp8": kernels.FP8}
 FEW = 8
@@ -49,6 +50,11 @@ class CpuLinear:
         codes, scales = weight.codes, self._by_rows(weight.scales, rows)
         if weight.g_idx is not None:
             order = weight.g_idx.long().argsort(stable=True)
+            if not torch.equal(weight.g_idx.bincount(), torch.full((self._groups,), self._size)):
+                raise ModelError(
+                    f"g_idx puts unequal numbers of inputs into {self._groups} groups",
+                    fix='set weights.linear = "dequantized"',
+                )
             codes = codes[:, order]
         codes = codes.contiguous().view(torch.uint8)
         if self._kind == kernels.INT4:

@@ -20,8 +20,9 @@ class ExpertsCapabilities:
     """Capabilities that an experts plugin declares.
 
     Attributes:
-        devices, dtypes, schemes, granularities, scale_groups, offsets, in_features, out_features, graphs, priority: as
-            in `LinearCapabilities`. The sizes are those of the first product.
+        devices, dtypes, schemes, granularities, scale_groups, ragged, offsets: as in `LinearCapabilities`.
+        in_features, out_features: sizes of the first product.
+        graphs, priority: as in `LinearCapabilities`.
         activations: some of ``silu``, ``gelu``, ``gelu_tanh``, ``relu`` and ``swiglu_oai``.
         bias: products with a bias.
         max_experts: most experts.
@@ -34,6 +35,7 @@ class ExpertsCapabilities:
     schemes: Set[str]
     granularities: Set[str] = Set(("tensor", "channel", "group", "block"))
     scale_groups: Align = Align()
+    ragged: Flag = Flag(False)
     offsets: Flag = Flag(False)
     in_features: Align = Align()
     out_features: Align = Align()

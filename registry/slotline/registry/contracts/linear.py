@@ -24,7 +24,8 @@ class LinearCapabilities:
         dtypes: dtypes of activations.
         schemes: names of the schemes that it multiplies by.
         granularities: some of ``tensor``, ``channel``, ``group`` and ``block``.
-        scale_groups: inputs that share a scale, for the granularity ``group``.
+        scale_groups: inputs that share a scale, for the granularities ``group`` and ``block``.
+        ragged: blocks that do not divide the inputs, so that the last one of each row is shorter.
         offsets: schemes that are not symmetric.
         act_order: schemes with act order.
         in_features, out_features: sizes of the weight.
@@ -39,6 +40,7 @@ class LinearCapabilities:
     schemes: Set[str]
     granularities: Set[str] = Set(("tensor", "channel", "group", "block"))
     scale_groups: Align = Align()
+    ragged: Flag = Flag(False)
     offsets: Flag = Flag(False)
     act_order: Flag = Flag(False)
     in_features: Align = Align()

@@ -621,6 +621,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "schemes": "N113",
         "granularities": "N114",
         "scale_groups": "N114",
+        "ragged": "N114",
         "offsets": "N115",
         "act_order": "N115",
         "in_features": "N116",
