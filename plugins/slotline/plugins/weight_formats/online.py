@@ -30,7 +30,9 @@ class Online:
             return None
         if self._method == "int4" and kind != "head":
             return WeightScheme(name="int4", group=(1, GROUP))
-        return WeightScheme(name="int8" if self._method == "int4" else self._method, group=(1, 0))
+        if self._method == "fp8":  # a plugin may round each token too
+            return WeightScheme(name="fp8", group=(1, 0), activation="fp8")
+        return WeightScheme(name="int8", group=(1, 0))
 
     def read(self, name: str, kind: str) -> QuantizedWeight:
         """Raise, because plain weights are quantized by `quantize`."""
