@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from command_line import require_gpus
+from safetensors.torch import save_file
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import binding, checkpoint, loading
+from slotline.plugins.model_families.quantized import load
 
 SHORT = "benchmarks/models/llama-tiny --decode 1:16 --prefill 1:16"
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
@@ -62,6 +64,8 @@ def random_model(context: Any, *_: Any) -> Any:
         model = found.model_class._from_config(
             found.config, dtype=loading.torch_dtype(context.dtype), attn_implementation=binding.ATTENTION_NAME
         )
+        if context.weights is not None:  # quantized as they are, see weights.quantize
+            load.put(model, context.weights, context)
     return model.eval().requires_grad_(False)
 
 
@@ -70,7 +74,7 @@ def random_llm(folder: Path, **settings: Any) -> LLM:
     loading.load_transformers_model = random_model  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(folder / "config.json", name)
-        (Path(name) / "model.safetensors").touch()  # its header is never read
+        save_file({}, Path(name) / "model.safetensors")  # weights are made on the device
         return LLM(model=name, device="cuda", dtype="bfloat16", **settings)
 
 
