@@ -22,7 +22,6 @@ _WITHOUT = (
     Kind.MODEL_FAMILY,
     Kind.STRUCTURED_OUTPUT,
     Kind.KV_CONNECTOR,
-    Kind.LINEAR,
     Kind.EXPERTS,
     Kind.WEIGHT_FORMAT,
 )

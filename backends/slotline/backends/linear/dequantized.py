@@ -85,8 +85,10 @@ def activate(inner: torch.Tensor, context: ExpertsContext) -> torch.Tensor:
         limit, alpha = context.constants["limit"], context.constants["alpha"]
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return gate * torch.sigmoid(alpha * gate) * (up + 1)
-    act = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}.get(context.activation)
-    return (functional.gelu(gate, approximate="tanh") if act is None else act(gate)) * up
+    if context.activation in ("gelu", "gelu_tanh"):
+        approximate = "tanh" if context.activation == "gelu_tanh" else "none"
+        return functional.gelu(gate, approximate=approximate) * up
+    return (functional.relu(gate) if context.activation == "relu" else functional.silu(gate)) * up
 
 
 def packed_codes(weight: QuantizedWeight) -> dict[str, torch.Tensor]:

@@ -27,9 +27,9 @@ dequantized = Descriptor(
     factory="slotline.backends.linear.dequantized:DequantizedLinear",
     summary="any scheme: the weight is dequantized in each product, which is slow and saves memory",
 )
-cpu = Descriptor(
+numba = Descriptor(
     kind=Kind.LINEAR,
-    name="cpu",
+    name="numba",
     capabilities=LinearCapabilities(
         devices=Set(("cpu",)),
         dtypes=_FLOATS,
@@ -40,7 +40,7 @@ cpu = Descriptor(
         in_features=Align(multiple_of=32),
         priority=10,
     ),
-    factory="slotline.backends.linear.cpu:CpuLinear",
+    factory="slotline.backends.linear.numba_linear:NumbaLinear",
     summary="int8, int4 and fp8: codes are widened while they are read, compiled by numba",
 )
 torch_int8 = Descriptor(

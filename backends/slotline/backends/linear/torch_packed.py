@@ -30,7 +30,7 @@ class TorchInt8:
         ones = self._ones.get(out_features)
         if ones is None:
             ones = self._ones[out_features] = torch.ones(out_features, dtype=x.dtype)
-        product = torch.ops.aten._weight_int8pack_mm(x, packed["codes"], ones)
+        product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, packed["codes"], ones)
         return (product * packed["scales"]).to(x.dtype)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:

@@ -23,12 +23,13 @@ class Gptq:
     def __init__(self, context: WeightFormatContext) -> None:
         config: Mapping[str, Any] = context.config
         self._tensors = Tensors(context.tensors, context.method)
-        self._bits = config.get("bits")
-        if self._bits not in (4, 8):
+        bits = config.get("bits")
+        if bits not in (4, 8):
             raise ModelError(
-                f"{context.path} holds quantized weights (gptq) of {self._bits!r} bits, read are 4 and 8",
+                f"{context.path} holds quantized weights (gptq) of {bits!r} bits, read are 4 and 8",
                 fix="use a checkpoint of 4 or 8 bits, or in bfloat16, float16 or float32",
             )
+        self._bits = int(bits)
         size = int(config.get("group_size", -1))
         self._group = 0 if size < 0 else size
         self._symmetric = bool(config.get("sym", True))

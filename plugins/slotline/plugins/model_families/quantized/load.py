@@ -202,7 +202,8 @@ def _hold_experts(
     slot: Any, planned: PlannedModule, gate_up: QuantizedWeight, down: QuantizedWeight, device: str
 ) -> None:
     biases = [None if b is None else b.detach().to(device) for b in (slot.gate_up_proj_bias, slot.down_proj_bias)]
-    slot.hold(planned.kernel.pack(gate_up.to(device), down.to(device), *biases))  # type: ignore[arg-type]
+    kernel: Any = planned.kernel
+    slot.hold(kernel.pack(gate_up.to(device), down.to(device), *biases))
 
 
 def _read_experts(reader: WeightFormat, module: WeightModule) -> tuple[QuantizedWeight, QuantizedWeight]:

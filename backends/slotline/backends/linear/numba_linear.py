@@ -1,4 +1,4 @@
-"""Linear plugin `cpu`: codes of eight and four bits, widened while they are read."""
+"""Linear plugin `numba`: codes of eight and four bits, widened while they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from slotline.backends.linear import cpu_kernels as kernels
+from slotline.backends.linear import numba_kernels as kernels
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
 from slotline.registry.errors import ModelError
@@ -25,7 +25,7 @@ TILE = 1 << 20
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
 
 
-class CpuLinear:
+class NumbaLinear:
     """Product of one scheme and size. See `slotline.registry.contracts.linear.Linear`.
 
     Scales are kept for each output and group. Inputs are permuted where the scheme has act order.
