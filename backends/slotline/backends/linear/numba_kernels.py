@@ -92,7 +92,8 @@ def _decode(kind: int, *, narrow: bool) -> Any:
 def _dot(kind: int) -> Any:
     """Return an intrinsic: the dot product of a row's codes with float32 inputs, group by group.
 
-    Its arguments are the addresses of codes, scales and inputs, the number of groups, and half a group's size.
+    Its arguments are the addresses of codes, scales and inputs, the number of groups, and half a group's size. Codes of
+    four bits count as 0 to 15, and the inputs of a group's second half must be divided by 16.
     """
 
     @intrinsic
@@ -132,7 +133,7 @@ class _DotCode:
         place.add_incoming(zero, outer)
         for part in parts:
             part.add_incoming(ir.Constant(self.vector, [0.0] * _LANES), outer)
-        weights = self._weights(codes_at, place, half)
+        weights = self._raw(codes_at, place) if self.kind == INT4 else self._weights(codes_at, place, half)
         sums = [
             self._fma(weight, self._load(self._float_at(x_at, b.add(place, first)), self.vector), part)
             for weight, part, first in zip(weights, parts, (zero, half), strict=True)
@@ -212,6 +213,12 @@ class _DotCode:
         scale = ir.Constant(self.vector, [float(FLOAT8_SCALE)] * _LANES)
         return [b.fmul(b.bitcast(one, self.vector), scale) for one in bits]
 
+    def _raw(self, codes: Any, place: Any) -> list[Any]:
+        """Return codes of four bits plus 8, as float32, those of the second half times 16."""
+        b = self.builder
+        both = b.zext(self._load(b.add(codes, place), ir.VectorType(ir.IntType(8), _LANES)), self.whole)
+        return [b.sitofp(b.and_(both, self._all(mask)), self.vector) for mask in (15, 240)]
+
     def _float_at(self, address: Any, index: Any) -> Any:
         return self.builder.add(address, self.builder.mul(index, ir.Constant(self.word, 4)))
 
@@ -261,19 +268,37 @@ def _share(told, thread):  # type: ignore[no-untyped-def]
 
 
 def _one_token(kind: int, dot: Any) -> Any:
+    below = np.float32(8 if kind == INT4 else 0)  # what codes of four bits are read too high
+    second = np.float32(16 if kind == INT4 else 1)  # what inputs of a second half are divided by
+
     def one_token(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (14,))
-        inputs, groups = told[INPUTS], told[GROUPS]
+        rows, inputs, groups = told[ROWS], told[INPUTS], told[GROUPS]
         size, width = inputs // groups, inputs // 2 if kind == INT4 else inputs
-        out = carray(_float32_at(told[OUT]), (told[ROWS],))
-        offsets = carray(_float32_at(told[OFFSETS]), (told[ROWS] * groups,))
-        sums = carray(_float32_at(told[SUMS]), (groups,))
+        half, has_offsets = size // 2, told[OFFSETS] != 0
+        out = carray(_float32_at(told[OUT]), (rows,))
+        scales = carray(_float32_at(told[SCALES]), (rows, groups))
+        offsets = carray(_float32_at(told[OFFSETS]), (rows, groups))
+        x = carray(_float32_at(told[X]), (groups, 2, half))
+        sums = carray(_float32_at(told[SCRATCH] + thread * inputs * 4), (groups,))
+        if has_offsets or kind == INT4:
+            for group in range(groups):
+                one, other = np.float32(0), np.float32(0)
+                for i in range(half):
+                    one += x[group, 0, i]
+                    other += x[group, 1, i]
+                sums[group] = one + other * second
         first, last = _share(told, thread)
         for row in range(first, last):
-            found = dot(told[CODES] + row * width, told[SCALES] + row * groups * 4, told[X], groups, size // 2)
-            if told[OFFSETS] != 0:
+            found = dot(told[CODES] + row * width, told[SCALES] + row * groups * 4, told[X], groups, half)
+            if kind == INT4:
+                low = np.float32(0)
                 for group in range(groups):
-                    found += offsets[row * groups + group] * sums[group]
+                    low += scales[row, group] * sums[group]
+                found -= low * below
+            if has_offsets:
+                for group in range(groups):
+                    found += offsets[row, group] * sums[group]
             out[row] = found
 
     return one_token

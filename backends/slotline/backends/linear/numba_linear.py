@@ -39,7 +39,7 @@ class NumbaLinear:
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
         self._scratch = torch.empty(self._threads, self._inputs)
-        self._no_sums = torch.zeros(self._groups)
+        self._halves = torch.tensor([[1.0], [1 / 16]])  # as `numba_kernels.one_token` wants inputs of four-bit codes
         plain = self._groups == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
         self._single = kernels.one_scale if plain else kernels.one_token
         self._narrow = self._dtype == torch.bfloat16
@@ -71,12 +71,12 @@ class NumbaLinear:
         tokens = x.shape[0]
         if tokens > FEW or tokens == 0:
             return self._many(x, packed, out_features)
-        inputs = x if x.dtype == torch.float32 else x.float()
+        if tokens == 1 and self._kind == kernels.INT4:
+            inputs = x.view(self._groups, 2, -1) * self._halves
+        else:
+            inputs = x if x.dtype == torch.float32 else x.float()
         out = torch.empty(tokens, out_features)
-        sums = self._no_sums
-        if tokens == 1 and "offsets" in packed:
-            sums = inputs.view(self._groups, self._size).sum(1)
-        told = self._told(packed, out, out_features, inputs, sums, tokens)
+        told = self._told(packed, out, out_features, inputs, tokens)
         self._run(self._single if tokens == 1 else kernels.few_tokens, told)
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
@@ -93,7 +93,7 @@ class NumbaLinear:
         for first in range(0, out_features, rows):
             count = min(rows, out_features - first)
             tile = self._tile[: count * self._inputs].view(count, self._inputs)
-            told = self._told(packed, tile, count, tile, self._no_sums, 0)
+            told = self._told(packed, tile, count, tile, 0)
             told[kernels.FIRST] = first
             self._run(kernels.narrow_tile if self._narrow else kernels.tile, told)
             out[:, first : first + count] = functional.linear(x, tile.to(x.dtype))
@@ -105,7 +105,6 @@ class NumbaLinear:
         out: torch.Tensor,
         rows: int,
         x: torch.Tensor,
-        sums: torch.Tensor,
         tokens: int,
     ) -> np.ndarray[Any, Any]:
         """Return the numbers that a kernel is told."""
@@ -116,7 +115,7 @@ class NumbaLinear:
                 packed["scales"].data_ptr(),
                 0 if offsets is None else offsets.data_ptr(),
                 x.data_ptr(),
-                sums.data_ptr(),
+                0,
                 out.data_ptr(),
                 self._scratch.data_ptr(),
                 rows,
