@@ -28,6 +28,11 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
     for descriptor in candidates:
         if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
             return descriptor, registry.build(descriptor)
+    for descriptor in candidates:
+        if descriptor.capabilities.by_inspection.support:
+            family = registry.build(descriptor)
+            if any(family.takes_on(name) for name in architectures):
+                return descriptor, family
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
     hint = family_hint(architectures[0], served)
     raise ModelError(

@@ -191,16 +191,6 @@ def register(name: str, function: Any) -> None:
     AttentionInterface.register(name, function)
 
 
-def find_body(hf_model: Any) -> Any:
-    """Return the model with `base_model` set to the decoder without its head.
-
-    Some classes (Llama 4's) are named after their place in a larger model, and transformers finds no body in them.
-    """
-    if not hasattr(hf_model, hf_model.base_model_prefix) and hasattr(hf_model, "model"):
-        hf_model.base_model_prefix = "model"
-    return hf_model
-
-
 def bind(hf_model: torch.nn.Module, layers: Iterable[AttentionLayer]) -> AttendHolder:
     """Give every attention module its slot.
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import transformers
 from attrs import frozen
+from transformers import CONFIG_MAPPING
 
-from slotline.plugins.model_families import rope_fields, sentence_transformers
-from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN_ATTENTION, SERVED
+from slotline.plugins.model_families import composite, rope_fields, sentence_transformers, tried
+from slotline.plugins.model_families.decoder import CLASSIFIERS, EMBEDDERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_object
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "max_sequence_length")
 """Where configurations state the longest sequence; MPT's and BLOOM's, which have ALiBi, what they were trained with."""
 
 LENGTH_WITHOUT_POSITIONS = 2**20
@@ -34,6 +35,7 @@ class Checkpoint:
         model_class: the transformers class.
         config: its configuration. Do not change it, but call `read` for another.
         generation: generation_config.json, empty if there is none.
+        whole: class and configuration of the whole model, of which this is the text part. None for a decoder's own.
     """
 
     path: Path
@@ -41,6 +43,31 @@ class Checkpoint:
     model_class: Any
     config: Any
     generation: Mapping[str, Any]
+    whole: tuple[Any, Any] | None = None
+
+    @property
+    def is_vetted(self) -> bool:
+        """True if the tests compare this architecture with transformers, so that no check at load is needed."""
+        return self.model_class.__name__ in SERVED
+
+    @property
+    def stored_class(self) -> Any:
+        """The class whose weights the files hold."""
+        return self.model_class if self.whole is None else self.whole[0]
+
+    @property
+    def stored_config(self) -> Any:
+        """The configuration of `stored_class`."""
+        return self.config if self.whole is None else self.whole[1]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How it is known that the architecture runs right, and what is left out."""
+        name = self.model_class.__name__
+        known = f"{name} is vetted: the tests compare it with transformers"
+        checked = f"{name} was found by inspection: it is checked against transformers when it is loaded"
+        parts = f"only the text part of {self.architecture} is served, as {name}: its encoders are left out"
+        return (known if self.is_vetted else checked, *((parts,) if self.whole else ()))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -78,8 +105,10 @@ class Checkpoint:
         """Tasks that it supports, the one that it was trained for first."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
-        if self.architecture not in GENERATING:
+        if self.architecture in EMBEDDERS:
             return ("embed",)
+        if self.architecture not in GENERATING:
+            return ("generate",)
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
 
@@ -103,12 +132,16 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
         )
     rope_fields.refuse_wrong_fields(path, raw)
     try:
-        config = model_class.config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = config_class_of(model_class, raw).from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and its dataclass validators raise many kinds
         raise ModelError(
             f"{path / 'config.json'} is no valid configuration of {architecture}: {error}",
             fix="download config.json again",
         ) from error
+    whole = None
+    if served is SERVED and composite.is_composite(config, model_class):
+        whole = model_class, config
+        model_class, config = composite.text_class(path, architecture, config)
     if quantized and hasattr(config, "quantization_config"):
         del config.quantization_config
     _refuse_unserved_features(path, config)
@@ -119,7 +152,15 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
         model_class=model_class,
         config=config,
         generation=read_object(path / "generation_config.json") if (path / "generation_config.json").is_file() else {},
+        whole=whole,
     )
+
+
+def config_class_of(model_class: Any, raw: Mapping[str, Any]) -> Any:
+    """Return the class of a configuration: the one of its `model_type` if the model takes it, else the model's own."""
+    own = model_class.config_class
+    named = CONFIG_MAPPING.get(raw.get("model_type"), own) if raw.get("model_type") in CONFIG_MAPPING else own
+    return named if issubclass(named, own) else own
 
 
 def require_weights(path: Path) -> None:
@@ -149,13 +190,14 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
     named = raw.get("architectures") or []
-    if raw.get("is_encoder_decoder") and not set(named) & set(SPEECH):
+    whole = not any(tried.is_tried(name) for name in named)
+    if raw.get("is_encoder_decoder") and whole and not set(named) & set(SPEECH):
         raise ModelError(
             f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); which is not served",
             fix=f"use a decoder-only checkpoint, or one of {', '.join(SPEECH)}",
         )
     for architecture in named:
-        if architecture in served:
+        if architecture in served or (served is SERVED and tried.is_tried(architecture)):
             return str(architecture)
     asked = named[0] if named else f"(none named; model_type {raw.get('model_type')!r})"
     near = family_hint(str(asked), served)

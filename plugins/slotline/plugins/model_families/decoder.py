@@ -130,6 +130,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         staged_adapters=Flag(True),
         fast_prefill=Flag(True),
         quantized=Flag(True),
+        by_inspection=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -18,13 +18,16 @@ from slotline.plugins.model_families import (
     kv_scales,
     latents,
     own_attention,
+    positions,
     rope,
     state_mixers,
+    structure,
     temperature,
     weight_sizes,
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
+from slotline.plugins.model_families.unknown_values import UnknownValues
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
 from slotline.registry.contracts.state import StateLayer
@@ -170,6 +173,8 @@ class _Seen:
     parts: ModelParts | None
     host_copies: int
     default_max_model_len: int | None
+    vocab_size: int
+    hidden_size: int
 
 
 def facts_of(found: Checkpoint) -> ModelFacts:
@@ -179,20 +184,24 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         ModelError: if no model can be built from it, or the model does not run.
     """
     with sizes_that_fit(found):
-        settings = found.config.to_json_string(use_diff=False)
-        seen = _seen(_Look(found.model_class, settings, found.max_model_len, found))
+        seen = look_at(found)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
-        vocab_size=int(found.config.vocab_size),
-        hidden_size=int(found.config.hidden_size),
         max_model_len=found.max_model_len,
         dtype=found.dtype,
         eos_token_ids=found.eos_token_ids,
         tasks=found.tasks,
         kv_scales=kv_scales.read(found.path, seen.layers),
+        notes=found.notes,
         **asdict(seen, recurse=False),
     )
+
+
+def look_at(found: Checkpoint) -> _Seen:
+    """Return what a model without memory shows of a configuration."""
+    settings = found.config.to_json_string(use_diff=False)
+    return _seen(_Look(found.model_class, settings, found.max_model_len, found))
 
 
 @lru_cache(maxsize=64)  # engines of one process often have the same model, as those of `slotline tune`
@@ -201,6 +210,8 @@ def _seen(look: _Look) -> _Seen:
     model = _model_without_memory(look.found)
     state_layers = state_mixers.find(model)
     layers, host_copies = _watch(model, look.max_model_len, state_layers)
+    if not look.found.is_vetted:
+        _refuse_unfound(look.found, model, layers, state_layers)
     return _Seen(
         layers=layers,
         state_layers=state_layers,
@@ -208,6 +219,8 @@ def _seen(look: _Look) -> _Seen:
         parts=None if state_layers else _parts(model, layers),
         host_copies=host_copies,
         default_max_model_len=temperature.longest_untuned(model),
+        vocab_size=structure.vocab_size(model),
+        hidden_size=structure.hidden_size(model),
     )
 
 
@@ -219,8 +232,14 @@ def _model_without_memory(found: Checkpoint) -> Any:
     config._experts_implementation = "batched_mm"  # the only expert loop whose shapes do not depend on routing
     own_attention.refuse_ignored_settings(found.path, config)
     with torch.device("meta"):
-        model = binding.find_body(found.model_class(config).eval())
-    return own_attention.adopt(model, recording_attention)
+        model = structure.find_body(found.model_class(config).eval())
+    return adopted(model, recording_attention)
+
+
+def adopted(model: Any, function: Any) -> Any:
+    """Return a model whose attention calls `function`, with positions from its forward's argument."""
+    positions.quiet(model)
+    return positions.pass_on(own_attention.adopt(model, function))
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -241,8 +260,11 @@ def _watch(
     state_mixers.bind(model, state_layers, holder)
     rope.freeze(model, max_model_len)  # the choice of frequencies would read positions, which have no values here
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")  # [1, PROBE_TOKENS]
-    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced), HostCopies() as copies:
-        model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    given = structure.taking(
+        model.base_model.forward, {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    )
+    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced), UnknownValues(), HostCopies() as copies:
+        model.base_model(**given)
     return tuple(recorder.layers), copies.count
 
 
@@ -252,7 +274,8 @@ def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
     None for a model whose layers or last norm have other names. Its weights stay on one device.
     """
     base = model.base_model  # the model itself where it has no head
-    if not (hasattr(base, "layers") and hasattr(base, "norm")):
+    own = set(base.children())
+    if not {getattr(base, "layers", None), getattr(base, "norm", None)} <= own:
         return None
     heads = () if model is base else [child for child in model.children() if child is not base]
     owners = {module: number for number, layer in enumerate(base.layers) for module in layer.modules()}
@@ -266,3 +289,28 @@ def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
 
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _refuse_unfound(
+    found: Checkpoint, model: Any, layers: tuple[AttentionLayer, ...], state_layers: tuple[StateLayer, ...]
+) -> None:
+    """Refuse a decoder with a layer in which neither attention nor a state was found.
+
+    Raises:
+        ModelError: naming the first layer.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    places = {binding.module_of(layer.name) for layer in layers} | {layer.name for layer in state_layers}
+    decoder_layers = list(getattr(model.base_model, "layers", ()))
+    missing = [
+        layer
+        for layer in decoder_layers
+        if not any(place == names[layer] or place.startswith(f"{names[layer]}.") for place in places)
+    ]
+    if missing or not places:
+        where = f"decoder layer {names[missing[0]]!r} ({type(missing[0]).__name__})" if missing else "it"
+        raise ModelError(
+            f"{found.architecture} computes attention outside transformers' interface, or keeps a state that no mixer "
+            f"of this family knows: in {where} neither was found ({len(missing)} of {len(decoder_layers)} layers)",
+            fix="use a model family plugin that serves this architecture",
+        )

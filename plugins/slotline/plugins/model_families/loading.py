@@ -15,7 +15,9 @@ from transformers.utils import logging as transformers_logging
 from slotline.plugins.model_families import (
     binding,
     checkpoint,
-    own_attention,
+    composite,
+    inspection,
+    structure,
     unused_weights,
     weight_files,
     weight_sizes,
@@ -69,12 +71,12 @@ def load_transformers_model(
     report_of = _Reports()
     try:
         with _no_progress_bars(), report_of.kept():
-            model, report = found.model_class.from_pretrained(
+            model, report = found.stored_class.from_pretrained(
                 path if state is None else None,
                 state_dict=state,
-                config=found.config,
+                config=found.stored_config,
                 dtype=dtype,
-                attn_implementation=found.attention(attention),
+                attn_implementation="sdpa" if found.whole else found.attention(attention),
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -94,11 +96,13 @@ def load_transformers_model(
         del model.lm_head  # logits are not read, and the weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
+    if found.whole is not None:
+        model = composite.text_part(model, found, binding.ATTENTION_NAME)
     if weights is not None:
         model.__class__ = served.model_class
         quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
-    model = binding.find_body(model.eval().requires_grad_(False))
-    return own_attention.adopt(model, binding.slot_attention)
+    model = structure.find_body(model.eval().requires_grad_(False))
+    return inspection.adopted(model, binding.slot_attention)
 
 
 def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], path: Path) -> None:

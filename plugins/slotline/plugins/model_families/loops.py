@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slotline.plugins.model_families import own_attention
+from slotline.plugins.model_families import own_attention, structure
 from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.chain import run_layers
-from slotline.plugins.model_families.logits import LogitsHead, NoHead
+from slotline.plugins.model_families.logits import LogitsHead, NoHead, WholeHead
 from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.stages import Crossing, Part
 from slotline.plugins.model_families.state_mixers import output_like
@@ -42,6 +42,7 @@ class TransformersLoop:
     def __init__(self, hf_model: Any, crossing: Crossing) -> None:
         self._base, self._crossing = hf_model.base_model, crossing
         self._dtype = hf_model.dtype
+        self._options = structure.taking(self._base.forward, {"use_cache": False, "return_dict": True})
 
     def __call__(
         self,
@@ -56,14 +57,13 @@ class TransformersLoop:
         `inputs_embeds` [num_tokens, hidden_size] replace the embeddings of input_ids. `tap` is called before each
         layer.
         """
+        given = {"position_ids": positions.unsqueeze(0)} | self._options
+        if inputs_embeds is None:
+            given["input_ids"] = input_ids.unsqueeze(0)
+        else:
+            given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         with self._crossing.scope(), _tapped(self._base, tap):
-            outputs = self._base(
-                input_ids=input_ids.unsqueeze(0) if inputs_embeds is None else None,
-                inputs_embeds=None if inputs_embeds is None else inputs_embeds.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
-                use_cache=False,
-                return_dict=True,
-            )
+            outputs = self._base(**given)
         hidden_states: torch.Tensor = outputs.last_hidden_state.to(self._dtype)  # Mamba ends in float32
         return hidden_states if wanted is None else hidden_states[:, wanted]
 
@@ -143,8 +143,14 @@ def _tapped(base: Any, tap: Tap | None) -> ExitStack:
     return scope
 
 
+def plain_loop(hf_model: Any) -> Loop:
+    """Return transformers' own forward of a whole model on one device."""
+    whole = Part(hf_model.device, 0, 0)
+    return TransformersLoop(hf_model, Crossing(hf_model, (whole,)))
+
+
 def choose_loop(
-    hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, parts: Sequence[Part], *, lean: bool
+    hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead | WholeHead, parts: Sequence[Part], *, lean: bool
 ) -> tuple[Loop, tuple[str, ...]]:
     """Return the fastest loop that gives the model's own logits, and a note on it.
 
@@ -194,10 +200,15 @@ class _Probe:
     """A few tokens and what the whole transformers model gives for them, under a plain causal attention."""
 
     def __init__(
-        self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, crossing: Crossing, parts: Sequence[Part]
+        self,
+        hf_model: Any,
+        holder: AttendHolder,
+        head: LogitsHead | NoHead | WholeHead,
+        crossing: Crossing,
+        parts: Sequence[Part],
     ) -> None:
         self._holder, self._head, self._crossing, self._last = holder, head, crossing, parts[-1]
-        vocab_size = int(hf_model.config.vocab_size)
+        vocab_size = int(hf_model.get_input_embeddings().weight.shape[0])
         self.tolerance = TOLERANCES.get(hf_model.dtype, 5e-2)
         self._positions = torch.arange(PROBE_TOKENS, device=parts[0].device)  # [PROBE_TOKENS]
         self._input_ids = (self._positions * 7 + 1) % vocab_size  # [PROBE_TOKENS]

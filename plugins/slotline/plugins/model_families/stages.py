@@ -57,7 +57,7 @@ class Part:
 def parts_of(hf_model: Any, device: str, stages: Sequence[Stage]) -> tuple[Part, ...]:
     """Return the parts of a model: one for each stage, or the whole on `device`."""
     if not stages:
-        return (Part(torch.device(device), 0, len(hf_model.base_model.layers)),)
+        return (Part(torch.device(device), 0, len(getattr(hf_model.base_model, "layers", ()))),)
     return tuple(
         Part(torch.device(s.device), s.first_layer, s.end_layer, f"{ROTARY}_{i}" if i else ROTARY, alone=False)
         for i, s in enumerate(stages)

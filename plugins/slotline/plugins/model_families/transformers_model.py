@@ -12,18 +12,21 @@ from attrs import evolve
 
 from slotline.plugins.model_families import (
     binding,
+    checkpoint,
     inspection,
     loading,
     offload,
     rope,
+    self_check,
     stages,
     state_mixers,
     temperature,
+    tried,
 )
 from slotline.plugins.model_families.adapters import Adaptation
-from slotline.plugins.model_families.decoder import DecoderOptions
+from slotline.plugins.model_families.decoder import SERVED, DecoderOptions
 from slotline.plugins.model_families.fast_prefill import keep_wanted
-from slotline.plugins.model_families.logits import LogitsHead, NoHead
+from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
@@ -39,6 +42,10 @@ class TransformersDecoder:
 
     def __init__(self, context: object = None) -> None:
         """Do nothing, because `load` gets its context later."""
+
+    def takes_on(self, architecture: str) -> bool:
+        """See `slotline.registry.contracts.model_family.ModelFamily.takes_on`."""
+        return tried.is_tried(architecture)
 
     def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
@@ -83,7 +90,8 @@ class DecoderModel:
         self._parts = stages.parts_of(self.hf_model, context.device, context.stages)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
-        self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
+        vetted = type(self.hf_model).__name__ in SERVED
+        self._head = head_of(self.hf_model, vetted=vetted) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
         self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, self._parts, lean=options.lean)
         keep_wanted(self.hf_model, self.facts.layers, self._holder)
@@ -210,9 +218,10 @@ class DecoderModel:
         decoders, so the encoder becomes a part of the model after them.
         """
         hf_model, encoder = self._load(context)
+        checked = _self_checked(hf_model, context)
         holder = binding.bind(hf_model, context.facts.layers)
         state_mixers.bind(hf_model, context.facts.state_layers, holder)
-        notes = rope.freeze(hf_model, context.facts.max_model_len)
+        notes = checked + rope.freeze(hf_model, context.facts.max_model_len)
         temperature.settle(hf_model, context.facts.max_model_len)
         parts = stages.parts_of(hf_model, context.device, context.stages)
         stages.separate(hf_model, parts)
@@ -227,6 +236,19 @@ class DecoderModel:
         if encoder is not None:
             hf_model.encoder = encoder.to(parts[0].device)
         return hf_model, holder, notes
+
+
+def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
+    """Return a note on the check of a model that the tests do not compare with transformers.
+
+    Raises:
+        ModelError: if it gives other numbers.
+    """
+    if type(hf_model).__name__ in SERVED:
+        return ()
+    state = None if context.weights is not None else hf_model.state_dict()
+    found = checkpoint.read(context.facts.path, quantized=context.weights is not None)
+    return (self_check.check(found, state),)
 
 
 def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class ModelFamilyCapabilities:
         staged_adapters: its models have `adapter_stages`.
         quantized: `inspect` takes `quantized=True` and gives `ModelFacts.weight_modules`, and `load` reads the modules
             of `ModelContext.weights` through their weight format and multiplies by their plugins.
+        by_inspection: it also serves architectures outside the set, which its `takes_on` names.
         fast_prefill: `Model.forward` can skip the layers after the last one that owns a cache, for tokens whose hidden
             states are not wanted.
     """
@@ -104,6 +105,7 @@ class ModelFamilyCapabilities:
     staged_adapters: Flag = Flag(False)
     fast_prefill: Flag = Flag(False)
     quantized: Flag = Flag(False)
+    by_inspection: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -198,6 +200,7 @@ class ModelFacts:
         max_encoder_len: most keys of a request in layers of type ``cross``. 0 for a model without such layers.
         weight_modules: modules whose weights are quantized or could be, in model order. Given only by `inspect` with
             `quantized=True`.
+        notes: how it is known that the architecture runs right, and what of the checkpoint is left out, in words.
         default_max_model_len: longest sequence to serve if the configuration gives none. None means `max_model_len`.
             Longer sequences may be refused when the model is loaded.
         host_copies: number of times that a forward pass copies data from the host into a device tensor. These copies
@@ -222,6 +225,7 @@ class ModelFacts:
     host_copies: int = 0
     default_max_model_len: int | None = None
     weight_modules: tuple[WeightModule, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -461,6 +465,13 @@ class ModelFamily(Protocol):
 
         A family that declares `quantized` is also called as ``inspect(path, quantized=True)``: the quantization
         configuration is served elsewhere then, and the facts list `weight_modules`.
+        """
+        ...
+
+    def takes_on(self, architecture: str) -> bool:
+        """Return True if `inspect` can find out whether it serves this architecture.
+
+        Called for architectures outside the set, if the family declares `by_inspection`.
         """
         ...
 

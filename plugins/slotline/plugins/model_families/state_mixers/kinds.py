@@ -24,9 +24,11 @@ class Mixer(Protocol):
 
     Attributes:
         in_pair: True if the module returns its output and, like attention, a second value.
+        parts: attributes by which a module of an unlisted class is known. Empty for an adapter of listed classes alone.
     """
 
     in_pair: bool = False
+    parts: frozenset[str] = frozenset()
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         """Return the state layers of a module of that name, in call order."""
@@ -123,6 +125,8 @@ class Mamba1Mixer(Mixer):
 class ShortConvMixer(Mixer):
     """LFM2: a convolution between two gates."""
 
+    parts = frozenset({"in_proj", "conv", "out_proj", "conv_kernel_size"})
+
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         return (conv_of(name, module.conv, "none"),)
 
@@ -133,6 +137,8 @@ class ShortConvMixer(Mixer):
 
 class GatedDeltaMixer(Mixer):
     """Qwen3-Next: query, key and value convolved together, decay and strength from a projection of their own."""
+
+    parts = frozenset({"in_proj_qkvz", "in_proj_ba", "conv1d", "norm", "out_proj", "A_log", "dt_bias"})
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         delta = layer_of(
@@ -148,19 +154,111 @@ class GatedDeltaMixer(Mixer):
         return (conv_of(name, module.conv1d, module.activation), delta)
 
     def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
-        projected = module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
-        q, k, v, z, b, a = (part[0] for part in module.fix_query_key_value_ordering(*projected))
-        mixed = slot.convolve(module.conv1d, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1))
+        mixed, z, b, a = self.project(module, hidden)
+        mixed = slot.convolve(module.conv1d, mixed)
         q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
         inputs = {
             "q": q.unflatten(-1, (module.num_k_heads, module.head_k_dim)),
             "k": k.unflatten(-1, (module.num_k_heads, module.head_k_dim)),
             "v": v.unflatten(-1, (module.num_v_heads, module.head_v_dim)),
             "g": rate(module.A_log) * F.softplus(a.float() + module.dt_bias),
-            "beta": b.sigmoid(),
+            "beta": self.strength(module, b),
         }
-        normed = module.norm(slot.recur(inputs).flatten(0, 1), z.flatten(0, 1))  # [T * Hv, V]
-        return module.out_proj(normed.view(len(hidden), -1))  # type: ignore[no-any-return]
+        return self.close(module, slot.recur(inputs).flatten(0, 1), z.reshape(-1, module.head_v_dim), len(hidden))
+
+    def project(self, module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return q, k and v side by side [T, all sizes], the gate z, and the projections b and a [T, num_v_heads]."""
+        projected = module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
+        q, k, v, z, b, a = (part[0] for part in module.fix_query_key_value_ordering(*projected))
+        return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1), z, b, a
+
+    def strength(self, module: Any, b: torch.Tensor) -> torch.Tensor:
+        """Return beta [T, num_v_heads]."""
+        return b.sigmoid()
+
+    def close(self, module: Any, out: torch.Tensor, z: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the module's output of the rule's and the gate [T * num_v_heads, head_size_v]."""
+        return module.out_proj(module.norm(out, z).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+
+class DividedDeltaMixer(GatedDeltaMixer):
+    """Qwen3.5 and LARA Mini: the gate, the decay and the strength each have a projection."""
+
+    parts = frozenset({"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "norm", "out_proj", "A_log"})
+
+    def project(self, module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            module.in_proj_qkv(hidden),
+            module.in_proj_z(hidden),
+            module.in_proj_b(hidden),
+            module.in_proj_a(hidden),
+        )
+
+
+class ApartDeltaMixer(GatedDeltaMixer):
+    """OLMo Hybrid: a projection for each part. The strength may reach 2, so that states can change their sign."""
+
+    parts = frozenset({"q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "conv1d", "o_norm", "A_log"})
+
+    def project(self, module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mixed = torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], dim=-1)
+        return mixed, module.g_proj(hidden), module.b_proj(hidden), module.a_proj(hidden)
+
+    def strength(self, module: Any, b: torch.Tensor) -> torch.Tensor:
+        return b.sigmoid() * 2.0 if module.allow_neg_eigval else b.sigmoid()
+
+    def close(self, module: Any, out: torch.Tensor, z: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        return module.o_proj(module.o_norm(out, z).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+
+class LightningMixer(Mixer):
+    """MiniMax-01: linear attention with a fixed decay of each head (arXiv 2501.08313, section 2.2).
+
+    Its S = exp(-slope) * S + k (outer) v is a Mamba-2 scan with a group of each head, time steps of 1, A = -slope, x = v,
+    B = k and C = q.
+    """
+
+    parts = frozenset({"qkv_proj", "output_gate", "slope_rate", "norm", "out_proj", "act_fn"})
+    in_pair = True
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        heads, size = module.num_attention_heads, module.head_dim
+        sizes = {"num_heads": heads, "head_size": size, "num_groups": heads, "state_size": size}
+        return (layer_of(name, "mamba2", **sizes, dt_softplus=False),)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        qkv = module.act_fn(module.qkv_proj(hidden)).unflatten(-1, (module.num_attention_heads, -1))
+        q, k, v = qkv.split(module.head_dim, dim=-1)  # [T, H, head_dim]
+        ones = v.new_ones(v.shape[:2])
+        out = slot.recur({"x": v, "dt": ones, "A": -module.slope_rate.flatten().float(), "B": k, "C": q})
+        gated = F.sigmoid(module.output_gate(hidden)) * module.norm(out.flatten(1))
+        return module.out_proj(gated)  # type: ignore[no-any-return]
+
+
+class HeadedMamba1Mixer(Mixer):
+    """Zamba: Mamba with several heads, which have time steps, B and C of their own. Each is a state layer."""
+
+    parts = frozenset({"x_proj_weight", "dt_proj_weight", "dt_proj_bias", "n_mamba_heads", "conv1d", "A_log"})
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        sizes = {"channels": module.mamba_head_dim, "state_size": module.ssm_state_size}
+        heads = (layer_of(f"{name}.head{i}", "mamba1", **sizes, dt_softplus=True) for i in range(module.n_mamba_heads))
+        return (conv_of(name, module.conv1d, module.activation), *heads)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        heads, size = module.n_mamba_heads, module.mamba_head_dim
+        projected = module.in_proj(hidden).view(len(hidden), -1, 2)
+        x, gate = projected[..., 0], projected[..., 1].unflatten(-1, (heads, size))
+        x = slot.convolve(module.conv1d, x.contiguous()).unflatten(-1, (heads, size))  # [T, heads, size]
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        outputs = []
+        for head in range(heads):
+            own = x[:, head].contiguous()
+            dt, b, c = (own @ module.x_proj_weight[head].T).split(sizes, dim=-1)
+            inputs = {"x": own, "dt": dt @ module.dt_proj_weight[head].T, "A": rate(module.A_log[head]), "B": b, "C": c}
+            inputs |= {"D": module.D[head].float(), "dt_bias": module.dt_proj_bias[head].float()}
+            outputs.append(slot.recur({**inputs, "z": gate[:, head].contiguous()}, 1 + head))
+        return module.out_proj(torch.cat(outputs, dim=-1))  # type: ignore[no-any-return]
 
 
 class RgLruMixer(Mixer):

@@ -1,6 +1,7 @@
 """Finds the mixers of a transformers model that keep a state, and replaces their forward.
 
-transformers has no interface for these as it has for attention, so the classes are listed by name.
+transformers has no interface for these as it has for attention. Classes that the tests compare are listed by name. A
+module of another class is known by its parts, and the self-check at load shows whether that was right.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from attrs import evolve
 
 from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.state_mixers.kinds import (
+    ApartDeltaMixer,
+    DividedDeltaMixer,
     FalconH1Mixer,
     GatedDeltaMixer,
+    HeadedMamba1Mixer,
+    LightningMixer,
     Mamba1Mixer,
     Mamba2Mixer,
     Mixer,
@@ -43,6 +48,16 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
     }
 )
 """Class name in transformers -> adapter."""
+
+KINDS: tuple[Mixer, ...] = (
+    GatedDeltaMixer(),
+    DividedDeltaMixer(),
+    ApartDeltaMixer(),
+    LightningMixer(),
+    HeadedMamba1Mixer(),
+    ShortConvMixer(),
+)
+"""Adapters of modules that are known by their parts."""
 
 
 def find(hf_model: torch.nn.Module) -> tuple[StateLayer, ...]:
@@ -83,8 +98,13 @@ def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., Any]:
 
 
 def _mixers(hf_model: torch.nn.Module) -> list[tuple[str, Any, Mixer]]:
-    return [
-        (name, module, MIXERS[type(module).__name__])
-        for name, module in hf_model.named_modules()
-        if type(module).__name__ in MIXERS
-    ]
+    found = ((name, module, _mixer_of(module)) for name, module in hf_model.named_modules())
+    return [(name, module, mixer) for name, module, mixer in found if mixer is not None]
+
+
+def _mixer_of(module: torch.nn.Module) -> Mixer | None:
+    """Return the adapter of a module that keeps a state, None for another module."""
+    listed = MIXERS.get(type(module).__name__)
+    if listed is not None:
+        return listed
+    return next((mixer for mixer in KINDS if all(hasattr(module, part) for part in mixer.parts)), None)

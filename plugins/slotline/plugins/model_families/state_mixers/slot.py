@@ -29,9 +29,9 @@ class StateSlot:
             inputs["bias"] = conv.bias
         return self.holder.advance(self.layers[0], inputs)
 
-    def recur(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run the mixer's last state layer."""
-        return self.holder.advance(self.layers[-1], inputs)
+    def recur(self, inputs: Mapping[str, torch.Tensor], index: int = -1) -> torch.Tensor:
+        """Run one of the mixer's state layers, by default the last."""
+        return self.holder.advance(self.layers[index], inputs)
 
 
 def layer_of(mixer: str, state_kind: str, **facts: Any) -> StateLayer:

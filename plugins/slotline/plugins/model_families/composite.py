@@ -1,0 +1,62 @@
+"""The text part of models that also read images or sound, from the folder that holds the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slotline.plugins.model_families import structure
+from slotline.registry.errors import ModelError
+
+
+def is_composite(config: Any, model_class: Any) -> bool:
+    """Return True if a configuration holds that of a decoder beside those of other parts."""
+    return config.get_text_config(decoder=True) is not config and hasattr(model_class, "config_class")
+
+
+def text_class(path: Path, architecture: str, config: Any) -> tuple[Any, Any]:
+    """Return the class and the configuration of the text part.
+
+    Raises:
+        ModelError: if transformers has no decoder class for it.
+    """
+    text = config.get_text_config(decoder=True)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if isinstance(model_class, tuple):
+        model_class = model_class[0]
+    if model_class is None:
+        raise ModelError(
+            f"the text part of {architecture} in {path} ({text.model_type}) has no class of its own in transformers",
+            fix="use a checkpoint of another architecture, or a plugin that serves this one",
+        )
+    return model_class, text
+
+
+def text_part(whole: Any, found: Any, attention: str) -> Any:
+    """Return the decoder of a loaded model as a causal model of its own, whose layers call the function `attention`.
+
+    Args:
+        whole: the transformers model. It loses its decoder.
+        found: the decoder's checkpoint.
+
+    Raises:
+        ModelError: if the decoder is not a part of the whole model.
+    """
+    with torch.device("meta"):
+        hf_model = found.model_class(found.config)
+    prefix = hf_model.base_model_prefix if hasattr(hf_model, hf_model.base_model_prefix) else "model"
+    wanted = type(getattr(hf_model, prefix))
+    body = next((module for module in whole.modules() if type(module) is wanted), None)
+    if body is None:
+        raise ModelError(
+            f"{found.architecture} in {found.path} has no {wanted.__name__} inside",
+            fix="use a model family plugin that serves this architecture",
+        )
+    setattr(hf_model, prefix, body)
+    hf_model.set_output_embeddings(whole.get_output_embeddings())
+    hf_model.config = body.config  # the very object that the attention modules read
+    hf_model.config._attn_implementation = attention
+    return structure.find_body(hf_model)
