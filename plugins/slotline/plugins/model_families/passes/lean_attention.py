@@ -67,7 +67,7 @@ class LeanForward:
     def __call__(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         attention_mask: torch.Tensor | None = None,
         *args: Any,
         **options: Any,
@@ -83,7 +83,7 @@ class LeanForward:
     def attended(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         others: dict[str, Any],
         norm: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
@@ -93,6 +93,8 @@ class LeanForward:
         A given norm is applied to the hidden states first. With `wanted` [n] int64, which `takes_wanted` must allow,
         only these tokens attend: [batch, n, heads * size]. None if the original must be called.
         """
+        if not isinstance(position_embeddings, tuple):
+            return None  # a layer without positions
         module, (cos, sin) = self._module, position_embeddings
         merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
         attend = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
