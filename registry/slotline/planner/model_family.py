@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from slotline.registry.architectures import family_hint
-from slotline.registry.contracts import ModelFamily
+from slotline.registry.contracts import ModelFacts, ModelFamily
+from slotline.registry.contracts.model_family import InspectingFamily
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
 from slotline.registry.named_path import explain_name
+from slotline.registry.negotiation.reasons import Note
 
 
 def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
@@ -30,7 +32,7 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
             return descriptor, registry.build(descriptor)
     for descriptor in candidates:
         if descriptor.capabilities.by_inspection.support:
-            family = registry.build(descriptor)
+            family: InspectingFamily = registry.build(descriptor)
             if any(family.takes_on(name) for name in architectures):
                 return descriptor, family
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
@@ -39,6 +41,11 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
         f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
         fix=f"served: {', '.join(served)}; others need a model_family plugin",
     )
+
+
+def model_notes(facts: ModelFacts) -> tuple[Note, ...]:
+    """Return what the family says about a model's architecture."""
+    return tuple(Note(code="N306", key="model", text=text) for text in facts.notes)
 
 
 def _architectures(path: Path, key: str) -> list[str]:

@@ -31,7 +31,7 @@ from slotline.planner.kv_connector import choose_connector, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import load_measurements
 from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
-from slotline.planner.model_family import family_for
+from slotline.planner.model_family import family_for, model_notes
 from slotline.planner.non_chunkable import (
     length_of_whole_prompts,
     refuse_cache_dtype,
@@ -336,7 +336,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
     if weights is not None:
         plan = with_weights(plan, loaded, registry, weights)
-    plan = evolve(plan, inline_plugins=loaded.inline_files)
+    plan = evolve(plan, inline_plugins=loaded.inline_files, notes=(*plan.notes, *model_notes(facts)))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
     refuse_connector(loaded, connector, plan)

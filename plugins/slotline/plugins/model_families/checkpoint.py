@@ -35,6 +35,7 @@ class Checkpoint:
         model_class: the transformers class.
         config: its configuration. Do not change it, but call `read` for another.
         generation: generation_config.json, empty if there is none.
+        by_inspection: True if the architecture is not listed, but tried.
         whole: class and configuration of the whole model, of which this is the text part. None for a decoder's own.
     """
 
@@ -43,6 +44,7 @@ class Checkpoint:
     model_class: Any
     config: Any
     generation: Mapping[str, Any]
+    by_inspection: bool = False
     whole: tuple[Any, Any] | None = None
 
     @property
@@ -62,11 +64,13 @@ class Checkpoint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How it is known that the architecture runs right, and what is left out."""
+        """How it is known that an unlisted architecture runs right, and what of it is left out."""
         name = self.model_class.__name__
         known = f"{name} is vetted: the tests compare it with transformers"
         checked = f"{name} was found by inspection: it is checked against transformers when it is loaded"
         parts = f"only the text part of {self.architecture} is served, as {name}: its encoders are left out"
+        if not self.by_inspection:
+            return ()
         return (known if self.is_vetted else checked, *((parts,) if self.whole else ()))
 
     @property
@@ -152,6 +156,7 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
         model_class=model_class,
         config=config,
         generation=read_object(path / "generation_config.json") if (path / "generation_config.json").is_file() else {},
+        by_inspection=architecture not in served,
         whole=whole,
     )
 

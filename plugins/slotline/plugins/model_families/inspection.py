@@ -147,8 +147,14 @@ def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
     except SlotlineError:
         raise
     except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if found.by_inspection:
+            raise ModelError(
+                f"inspection cannot follow {found.architecture} of {found.path}: {said}",
+                fix="correct config.json, or use a model family plugin that serves this architecture",
+            ) from error
         raise ModelError(
-            f"{found.path}/config.json describes no {found.architecture} that runs: {type(error).__name__}: {error}",
+            f"{found.path}/config.json describes no {found.architecture} that runs: {said}",
             fix="correct config.json, or download it again",
         ) from error
 
@@ -209,9 +215,7 @@ def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
     state_layers = state_mixers.find(model)
-    layers, host_copies = _watch(model, look.max_model_len, state_layers)
-    if not look.found.is_vetted:
-        _refuse_unfound(look.found, model, layers, state_layers)
+    layers, host_copies = _watch(model, look.found, look.max_model_len, state_layers)
     return _Seen(
         layers=layers,
         state_layers=state_layers,
@@ -248,7 +252,7 @@ def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.
 
 
 def _watch(
-    model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...]
+    model: Any, found: Checkpoint, max_model_len: int, state_layers: tuple[StateLayer, ...]
 ) -> tuple[tuple[AttentionLayer, ...], int]:
     """Return the attention layers that one forward calls, and the number of its copies from the host."""
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
@@ -260,11 +264,19 @@ def _watch(
     state_mixers.bind(model, state_layers, holder)
     rope.freeze(model, max_model_len)  # the choice of frequencies would read positions, which have no values here
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")  # [1, PROBE_TOKENS]
-    given = structure.taking(
-        model.base_model.forward, {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
-    )
+    given = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
+    given = structure.taking(model.base_model.forward, given)
+    ran: set[torch.nn.Module] = set()
+    handles = [
+        layer.register_forward_pre_hook(lambda layer, _: ran.add(layer))
+        for layer in getattr(model.base_model, "layers", ())
+    ]
     with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced), UnknownValues(), HostCopies() as copies:
         model.base_model(**given)
+    for handle in handles:
+        handle.remove()
+    if not found.is_vetted:
+        _refuse_unfound(found, model, ran, tuple(recorder.layers), state_layers)
     return tuple(recorder.layers), copies.count
 
 
@@ -292,16 +304,20 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def _refuse_unfound(
-    found: Checkpoint, model: Any, layers: tuple[AttentionLayer, ...], state_layers: tuple[StateLayer, ...]
+    found: Checkpoint,
+    model: Any,
+    ran: set[torch.nn.Module],
+    layers: tuple[AttentionLayer, ...],
+    state_layers: tuple[StateLayer, ...],
 ) -> None:
-    """Refuse a decoder with a layer in which neither attention nor a state was found.
+    """Refuse a decoder with a layer that ran, and in which neither attention nor a state was found.
 
     Raises:
         ModelError: naming the first layer.
     """
     names = {module: name for name, module in model.named_modules()}
     places = {binding.module_of(layer.name) for layer in layers} | {layer.name for layer in state_layers}
-    decoder_layers = list(getattr(model.base_model, "layers", ()))
+    decoder_layers = [layer for layer in getattr(model.base_model, "layers", ()) if layer in ran]
     missing = [
         layer
         for layer in decoder_layers

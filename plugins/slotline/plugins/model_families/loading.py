@@ -76,7 +76,7 @@ def load_transformers_model(
                 state_dict=state,
                 config=found.stored_config,
                 dtype=dtype,
-                attn_implementation="sdpa" if found.whole else found.attention(attention),
+                attn_implementation="eager" if found.whole else found.attention(attention),
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,

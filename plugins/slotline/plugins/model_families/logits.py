@@ -103,7 +103,8 @@ class _Outputs(BaseModelOutputWithPast):  # type: ignore[misc]
 def _outermost_body(hf_model: Any) -> nn.Module:
     """Return the model's own child that has the decoder."""
     body = hf_model.base_model
-    return next(child for child in hf_model.children() if body in set(child.modules()))
+    found: nn.Module = next(child for child in hf_model.children() if body in set(child.modules()))
+    return found
 
 
 def head_of(hf_model: Any, *, vetted: bool) -> LogitsHead | WholeHead:

@@ -27,7 +27,7 @@ def pass_on(hf_model: Any) -> Any:
     current: list[torch.Tensor | None] = [None]
     for module in body.modules():
         if isinstance(module, nn.Embedding) and PARAMETER in inspect.signature(module.forward).parameters:
-            module.forward = _told(module, current)
+            module.forward = _told(module, current)  # type: ignore[method-assign]
     body.forward = _telling(body, current)
     return hf_model
 

@@ -319,7 +319,7 @@ def _difference(ours: list[Trace], texts: list[Any], model: Any) -> tuple[Differ
             worst = max(worst, amount)
         first, amount = _first_place(torch.stack(own.logits), torch.stack(theirs.logits))
         if first is not None:
-            return Difference("the logits", length - 1 + first, amount), amount
+            return Difference("the output", length - 1 + first, amount), amount
         worst = max(worst, amount)
     return None, worst
 

@@ -44,7 +44,7 @@ class TransformersDecoder:
         """Do nothing, because `load` gets its context later."""
 
     def takes_on(self, architecture: str) -> bool:
-        """See `slotline.registry.contracts.model_family.ModelFamily.takes_on`."""
+        """See `slotline.registry.contracts.model_family.InspectingFamily.takes_on`."""
         return tried.is_tried(architecture)
 
     def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:

@@ -34,7 +34,7 @@ def _nonzero(tensor: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any
 
 def _where(condition: torch.Tensor, rest: tuple[Any, ...], options: dict[str, Any]) -> Any:
     if rest or options:
-        return torch._C._VariableFunctions.where(condition, *rest, **options)  # type: ignore[attr-defined]
+        return torch._C._VariableFunctions.where(condition, *rest, **options)
     return _nonzero(condition, (), {"as_tuple": True})
 
 

@@ -468,13 +468,6 @@ class ModelFamily(Protocol):
         """
         ...
 
-    def takes_on(self, architecture: str) -> bool:
-        """Return True if `inspect` can find out whether it serves this architecture.
-
-        Called for architectures outside the set, if the family declares `by_inspection`.
-        """
-        ...
-
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
         """Return the reason why a forward pass on this device in this dtype cannot be captured in a graph, or None.
 
@@ -488,4 +481,12 @@ class ModelFamily(Protocol):
         Raises:
             slotline.registry.errors.ModelError: if weights are missing or do not fit.
         """
+        ...
+
+
+class InspectingFamily(ModelFamily, Protocol):
+    """Family that declares `by_inspection`."""
+
+    def takes_on(self, architecture: str) -> bool:
+        """Return True if `inspect` can find out whether it serves an architecture outside the declared set."""
         ...

@@ -453,6 +453,15 @@ _ALL = (
         "Set `cache.block_size` to decide for yourself.",
     ),
     _code(
+        "N306",
+        _N,
+        "architecture found by inspection",
+        "The architecture is not on the family's list. Inspection found its attention and states, and a check "
+        "compares it with transformers when it is loaded, unless its decoder is on the list. Of a model that also "
+        "reads images or sound only the text part may be served.",
+        "Nothing needs to be done.",
+    ),
+    _code(
         "N310",
         _D,
         "graphs cut back",

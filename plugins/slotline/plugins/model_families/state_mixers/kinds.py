@@ -214,8 +214,8 @@ class ApartDeltaMixer(GatedDeltaMixer):
 class LightningMixer(Mixer):
     """MiniMax-01: linear attention with a fixed decay of each head (arXiv 2501.08313, section 2.2).
 
-    Its S = exp(-slope) * S + k (outer) v is a Mamba-2 scan with a group of each head, time steps of 1, A = -slope, x = v,
-    B = k and C = q.
+    Its S = exp(-slope) * S + k (outer) v is a Mamba-2 scan with a group of each head, time steps of 1, A = -slope, x =
+    v, B = k and C = q.
     """
 
     parts = frozenset({"qkv_proj", "output_gate", "slope_rate", "norm", "out_proj", "act_fn"})
