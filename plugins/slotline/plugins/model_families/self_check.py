@@ -186,7 +186,7 @@ def _candidates(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> 
 
 
 def _fewer_layers(config: Any) -> dict[str, Any]:
-    names = {*shrinking.KINDS, "num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+    names = {*shrinking.KINDS, *shrinking.LAYER_NUMBERS}
     return {name: value for name, value in shrinking.small_settings(config).items() if name in names}
 
 

@@ -47,10 +47,12 @@ _BY_SIZE: Mapping[int, str] = MappingProxyType(
         "n_mamba_heads",
         256: "vocab_size vocab_size_per_layer_input n_vocab",
         512: "max_position_embeddings n_positions n_ctx max_seq_len seq_length context_length max_sequence_length",
-        WINDOW: " ".join(WINDOWS),
     }
 )
-SIZES: Mapping[str, int] = MappingProxyType({name: size for size, names in _BY_SIZE.items() for name in names.split()})
+SIZES: Mapping[str, int] = MappingProxyType(
+    {name: size for size, names in _BY_SIZE.items() for name in names.split()} | dict.fromkeys(WINDOWS, WINDOW)
+)
+LAYER_NUMBERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types")
 """Names of lists with the kind of each layer."""
 _KEPT_IF_UNUSED = ("n_group", "topk_group", "q_lora_rank", "num_kv_shared_layers", "global_head_dim", *WINDOWS)
@@ -58,21 +60,44 @@ _KEPT_IF_UNUSED = ("n_group", "topk_group", "q_lora_rank", "num_kv_shared_layers
 
 def small_settings(config: Any, sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
     """Return the settings of a configuration that differ in its small copy, by name."""
-    stated, layers = config.to_dict(), _num_layers(config)
+    layers = _num_layers(config)
     changed: dict[str, Any] = {}
-    for name, value in stated.items():
-        if name in KINDS and isinstance(value, Sequence) and value and not isinstance(value, str):
+    for name in _names(config):
+        value = _value(config, name)
+        if name in KINDS and isinstance(value, list | tuple) and value:
             changed[name] = of_each_kind(value, max(LAYERS, len(set(value))))
-        elif name in sizes and isinstance(value, int) and not isinstance(value, bool):
+        elif name in sizes and not isinstance(value, list | tuple | dict | bool):
             if value or name not in _KEPT_IF_UNUSED:
                 changed[name] = sizes[name]
-        elif isinstance(value, list) and len(value) == layers and layers > LAYERS:
-            changed[name] = value[:LAYERS]
+        elif isinstance(value, list | tuple) and len(value) == layers > LAYERS:
+            changed[name] = of_each_kind(value, LAYERS) if len(set(map(str, value))) > 1 else list(value)[:LAYERS]
     longest = max((len(changed[name]) for name in KINDS if name in changed), default=LAYERS)
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+    for name in LAYER_NUMBERS:
         if name in changed:
             changed[name] = longest
-    return changed
+    aliases = getattr(type(config), "attribute_map", None) or {}
+    return {name: value for name, value in changed.items() if aliases.get(name) not in changed}
+
+
+def _names(config: Any) -> list[str]:
+    """Return the names of a configuration's settings, those without a stated value included."""
+    own = type(config)
+    aliases = getattr(own, "attribute_map", None) or {}
+    names = {*config.to_dict(), *aliases, *getattr(own, "__annotations__", {})}
+    parts = getattr(own, "sub_configs", None) or {}
+    return sorted(n for n in names if n not in parts and _can_be_set(own, aliases.get(n, n)))
+
+
+def _can_be_set(config_class: type, name: str) -> bool:
+    found = getattr(config_class, name, None)
+    return not isinstance(found, property) or found.fset is not None
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # Gemma 4's head_dim, which differs by layer
+        return None
 
 
 def windows(config: Any) -> dict[str, int]:
@@ -96,5 +121,4 @@ def changed_copy(config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _num_layers(config: Any) -> int:
-    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    return next((v for v in (getattr(config, name, None) for name in names) if isinstance(v, int)), 0)
+    return next((v for v in (getattr(config, name, None) for name in LAYER_NUMBERS) if isinstance(v, int)), 0)
