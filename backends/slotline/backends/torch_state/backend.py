@@ -11,7 +11,7 @@ from torch import Tensor
 from slotline.backends.torch_state.batches import Part, StatePlan, Stream, plan_of
 from slotline.backends.torch_state.recurrences import RECURRENCES, own_inputs
 from slotline.backends.torch_state.trails import Trail, trail_of
-from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
+from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer, kind_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ class TorchState:
 
     def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StatePlan) -> Tensor:
         """See the contract."""
-        like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
+        like = inputs[kind_of(layer).output]
         output = torch.zeros_like(like, memory_format=torch.contiguous_format)
         if plan.verified is not None:
             self._trails[layer.index] = trail_of(layer, inputs, state, plan.batch, plan.verified)
@@ -73,7 +73,7 @@ class TorchState:
 def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> Tensor:
     """Return outputs [num_tokens, ...] float32 of the part's tokens. Its slots hold the states after them."""
     recurrence, facts = RECURRENCES[layer.state_kind], layer.facts
-    own = own_inputs(layer.state_kind, inputs, part.tokens)
+    own = own_inputs(layer, inputs, part.tokens)
     pieces = recurrence.pieces(facts, own)
     now = part.slots.read(state)
     if part.chunk == 1:

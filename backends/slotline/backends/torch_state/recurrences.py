@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from slotline.backends.torch_state.batches import Tokens
-from slotline.registry.contracts.state import STATE_KINDS
+from slotline.registry.contracts.state import StateLayer, kind_of
 
 Facts = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -147,12 +147,44 @@ class GatedDelta:
         return output.transpose(1, 2), state
 
 
+class KimiDelta:
+    """Gated delta rule with a decay for each channel of the keys (arXiv 2510.26692, section 3)."""
+
+    def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
+        """Return g [.., H, K], beta [.., H], q, k [.., H, K], v [.., H, V]."""
+        q, k = (inputs[name].float() for name in ("q", "k"))
+        q, k = (value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))
+        return inputs["g"].float(), inputs["beta"].float(), q * facts["scale"], k, inputs["v"].float()
+
+    def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, beta, q, k, v = pieces
+        state.mul_(g.exp()[..., None])
+        update = beta[..., None] * (v - (k[..., None] * state).sum(-2))  # [R, H, V]
+        state.addcmul_(k[..., None], update[..., None, :])
+        return (q[..., None] * state).sum(-2), state
+
+    def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, beta, q, k, v = (piece.transpose(1, 2) for piece in pieces)  # [R, H, Q, ...]
+        total = g.cumsum(-2)
+        above = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=total.device).triu(1)
+        between = total[..., :, None, :] - total[..., None, :, :]  # [R, H, t, s, K]
+        decayed = between.masked_fill(above[..., None], float("-inf")).exp() * k[..., None, :, :]
+        from_start = total.exp()
+        system = (beta[..., None] * (k[..., None, :] * decayed).sum(-1)).tril(-1)
+        wanted = beta[..., None] * (v - (from_start * k) @ state)
+        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        output = (from_start * q) @ state + (q[..., None, :] * decayed).sum(-1) @ update
+        to_end = (total[..., -1:, :] - total).exp()
+        state = torch.addcmul((to_end * k).mT @ update, from_start[..., -1, :, None], state)
+        return output.transpose(1, 2), state
+
+
 RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
-    {"mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
+    {"mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta(), "kda": KimiDelta()}
 )
 
 
-def own_inputs(kind: str, inputs: Tensors, tokens: Tokens) -> dict[str, Tensor]:
+def own_inputs(layer: StateLayer, inputs: Tensors, tokens: Tokens) -> dict[str, Tensor]:
     """Return a layer's inputs of some tokens, and all parameters."""
-    of_tokens = {*STATE_KINDS[kind].token_inputs, "z"}
+    of_tokens = {*kind_of(layer).token_inputs, "z"}
     return {name: tokens.take(value) if name in of_tokens else value for name, value in inputs.items()}

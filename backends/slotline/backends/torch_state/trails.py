@@ -72,7 +72,7 @@ class Trail:
 def trail_of(layer: StateLayer, inputs: Tensors, state: Tensors, batch: StateBatch, part: Part) -> Trail:
     """Return the data to keep of a layer before its states change."""
     (tensor,) = state.values()
-    own = own_inputs(layer.state_kind, inputs, part.tokens)
+    own = own_inputs(layer, inputs, part.tokens)
     if layer.state_kind == "short_conv":
         pieces: tuple[Tensor, ...] = (own["x"].float(),)
     else:

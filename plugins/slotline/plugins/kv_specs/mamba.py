@@ -11,7 +11,7 @@ descriptor = Descriptor(
     name="mamba",
     capabilities=KVSpecCapabilities(
         kv_kinds=Set(None),  # a plugin's own kinds of states as well
-        exact_kinds=Set(("short_conv", "mamba1", "mamba2", "gated_delta")),
+        exact_kinds=Set(("short_conv", "mamba1", "mamba2", "gated_delta", "kda")),
         block_sizes=Align(),
         state=Flag(True),
     ),

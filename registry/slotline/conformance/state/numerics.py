@@ -68,7 +68,7 @@ _VARIANTS = {
 
 def _variants(subject: Subject) -> Iterator[Case]:
     for case in by_kind(subject):
-        for number in range(len(_VARIANTS[case["kind"]])):
+        for number in range(len(_VARIANTS.get(case["kind"], ()))):
             yield {**case, "variant": number}
 
 

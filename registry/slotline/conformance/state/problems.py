@@ -49,8 +49,15 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
 
 
 def declared_kinds(subject: Subject) -> tuple[str, ...]:
-    """Return kinds of layers that the plugin declares and the suite knows."""
-    return tuple(kind for kind in STATE_KINDS if subject.capabilities.state_kinds.refusal(kind) is None)
+    """Return kinds of layers that the plugin declares, and that the contract has or the plugin defines."""
+    own = (name for name, kind in subject.capabilities.own_kinds.items() if kind.step and kind.draw and kind.sizes)
+    return tuple(kind for kind in (*STATE_KINDS, *own) if subject.capabilities.state_kinds.refusal(kind) is None)
+
+
+def sizes_of(subject: Subject, kind: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the facts of the layers of a kind that the checks run on."""
+    own = subject.capabilities.own_kinds.get(kind)
+    return SIZES[kind] if own is None else own.sizes
 
 
 def declared_dtypes(subject: Subject) -> tuple[tuple[str, str], ...]:
@@ -72,14 +79,15 @@ def by_kind(subject: Subject) -> Iterator[Case]:
 
 def by_recurrent_kind(subject: Subject) -> Iterator[Case]:
     """Return the cases of `by_kind`, without convolutions."""
-    return (case for case in by_kind(subject) if STATE_KINDS[case["kind"]].recurrent)
+    kinds = {**STATE_KINDS, **subject.capabilities.own_kinds}
+    return (case for case in by_kind(subject) if kinds[case["kind"]].recurrent)
 
 
 def by_kind_size_and_dtype(subject: Subject) -> Iterator[Case]:
     """Return each size and each dtype pair of each kind at least once. All combinations if exhaustive."""
     pairs = declared_dtypes(subject)
     for kind in declared_kinds(subject):
-        for size, (pair_number, pair) in product(range(len(SIZES[kind])), enumerate(pairs)):
+        for size, (pair_number, pair) in product(range(len(sizes_of(subject, kind))), enumerate(pairs)):
             if subject.exhaustive or size == 0 or pair_number == 0:
                 yield {"kind": kind, "size": size, "dtypes": "/".join(pair)}
 
@@ -88,13 +96,21 @@ def problem_of(run: Run, kind: str | None = None, *, index: int = 0, memory: flo
     """Return the layer of a case: ``kind``, ``size`` and ``dtypes``, each with a default."""
     kind = kind or run["kind"]
     optional = bool(facts.pop("optional", True))
-    sizes = SIZES[kind][run.case.get("size", 0)]
+    own = run.subject.capabilities.own_kinds.get(kind)
+    sizes = sizes_of(run.subject, kind)[run.case.get("size", 0)]
     pair = tuple(run.case["dtypes"].split("/")) if "dtypes" in run.case else declared_dtypes(run.subject)[0]
     known = {**sizes, **_USUAL.get(kind, {}), **facts}
     if kind == "gated_delta":
         known.setdefault("scale", known["head_size_k"] ** -0.5)
     return make_problem(
-        kind, (pair[0], pair[1]), known, optional=optional, memory=memory, seed=run.seed % 9973, index=index
+        kind,
+        (pair[0], pair[1]),
+        known,
+        optional=optional,
+        memory=memory,
+        seed=run.seed % 9973,
+        index=index,
+        own_kind=own,
     )
 
 

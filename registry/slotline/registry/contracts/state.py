@@ -47,6 +47,10 @@ allowed if that is float32). The state is rounded when it is stored, and the out
   exp(g) * S, S = S + k (outer) (beta * (v - S^T k)), and y = S^T q. Value head i uses key head ``i // (Hv // Hk)``. g
   is the logarithm of the decay (at most 0). beta is used unchanged.
 
+**Kinds of plugins.** A plugin may bring a kind of its own: a `StateKind` with `step`, the definition, `draw` and `sizes`
+in `StateCapabilities.own_kinds`. The conformance suite runs a backend of it as it runs the kinds above, with `step` in
+float64 as the oracle. A model family sets `StateLayer.own_kind`. `slotline.registry.contracts.kimi_delta` is one.
+
 Sources: Gu and Dao, arXiv 2312.00752, section 3 (mamba1), Dao and Gu, arXiv 2405.21060, sections 3 and 6 (mamba2), Yang
 and others, arXiv 2412.06464, section 3 (gated_delta).
 
@@ -71,7 +75,7 @@ state includes all of them. If `rollback` is declared, `commit` then resets the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -86,6 +90,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    StateStep = Callable[
+        [Mapping[str, Any], Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]],
+        tuple[torch.Tensor, dict[str, torch.Tensor]],
+    ]
+    StateDraw = Callable[[Mapping[str, Any], int, torch.Generator], dict[str, torch.Tensor]]
+
 
 @frozen(kw_only=True)
 class StateKind:
@@ -98,6 +108,14 @@ class StateKind:
         facts: names of the layer's facts, in the order in which shapes use them.
         tensors: state tensor -> the facts that form its shape. ``width - 1`` is meant literally.
         recurrent: True if the tensors have the state dtype, False for the activation dtype.
+        step: of a plugin's own kind, its definition as ``step(facts, token, state)``: the output of one token of one
+            request, and the state after it. `token` has the inputs without their first dimension. `state` has the
+            tensors by name. All are in float64 if exactness is wanted, and the arithmetic must keep their dtype.
+        draw: of a plugin's own kind, random inputs for the conformance suite as ``draw(facts, count, generator)``:
+            [count, ...] float32 on the CPU by name, whose recurrence neither vanishes nor grows.
+        wide: names of token inputs that are float32 whatever the activation dtype is.
+        sizes: of a plugin's own kind, the facts of the layers that the conformance suite runs.
+        output: the token input that has the shape of the output.
     """
 
     token_inputs: tuple[str, ...]
@@ -106,6 +124,11 @@ class StateKind:
     facts: tuple[str, ...]
     tensors: Mapping[str, tuple[str, ...]]
     recurrent: bool = True
+    step: StateStep | None = None
+    draw: StateDraw | None = None
+    wide: tuple[str, ...] = ()
+    sizes: tuple[Mapping[str, Any], ...] = ()
+    output: str = "x"
 
 
 STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
@@ -138,10 +161,11 @@ STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
             optional=(),
             facts=("num_k_heads", "num_v_heads", "head_size_k", "head_size_v", "qk_l2norm", "scale"),
             tensors={"delta": ("num_v_heads", "head_size_k", "head_size_v")},
+            output="v",
         ),
     }
 )
-"""The kinds of contract version 1; a plugin may declare others, which the conformance suite then cannot check."""
+"""The kinds of contract version 1. A plugin may bring others (`StateCapabilities.own_kinds`)."""
 
 
 @frozen(kw_only=True, field_transformer=declared)
@@ -151,6 +175,7 @@ class StateCapabilities:
     Attributes:
         devices: device types.
         state_kinds: layer kinds, e.g. ``mamba2``, ``gated_delta``, ``short_conv``.
+        own_kinds: definitions of those of the kinds that the contract does not have. The conformance suite runs them.
         dtypes: pairs (activation dtype, state dtype). A convolution keeps its state in the activation dtype.
         query_len: most new tokens of a request in one batch.
         rollback: `commit` can go back to an accepted draft position.
@@ -171,6 +196,7 @@ class StateCapabilities:
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     limits: tuple[Limit, ...] = ()
     priority: int = 0
+    own_kinds: Mapping[str, StateKind] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -192,13 +218,26 @@ class StateTensorSpec:
 
 @frozen(kw_only=True)
 class StateLayer:
-    """Static facts of one state layer. `facts` are the sizes that its kind defines (heads, groups, widths)."""
+    """Static facts of one state layer. `facts` are the sizes that its kind defines (heads, groups, widths).
+
+    `own_kind` is the definition of a kind that the contract does not have.
+    """
 
     name: str
     index: int
     state_kind: str
     tensors: tuple[StateTensorSpec, ...]
     facts: Mapping[str, Any]
+    own_kind: StateKind | None = None
+
+
+def kind_of(layer: StateLayer) -> StateKind:
+    """Return the definition of a layer's kind.
+
+    Raises:
+        KeyError: if the contract does not have the kind, and the layer does not bring it.
+    """
+    return layer.own_kind or STATE_KINDS[layer.state_kind]
 
 
 @frozen(kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from slotline.registry.contracts.state import STATE_KINDS, StateLayer
+from slotline.registry.contracts.state import StateLayer, kind_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -55,7 +55,7 @@ def rounding(activation: torch.dtype, state: torch.dtype) -> Arithmetic:
 
 def token_inputs(layer: StateLayer, inputs: Tensors) -> list[str]:
     """Return the inputs that have one row per token."""
-    names = (*STATE_KINDS[layer.state_kind].token_inputs, "z")
+    names = (*kind_of(layer).token_inputs, "z")
     return [name for name in names if name in inputs]
 
 
@@ -71,7 +71,7 @@ def advance(
 
     `state` is not modified.
     """
-    step = _STEPS[layer.state_kind]
+    step = _STEPS.get(layer.state_kind, _own_step)
     token_wise = token_inputs(layer, inputs)
     wide = {name: value.to("cpu", arithmetic.compute) for name, value in inputs.items()}
     wide |= {name: _for_each_head(layer, wide[name]) for name in _GROUPED.get(layer.state_kind, ())}
@@ -91,13 +91,23 @@ def log_decay(layer: StateLayer, inputs: Tensors) -> float:
     grows with their size.
     """
     wide = {name: value.to("cpu", torch.float64) for name, value in inputs.items()}
-    if layer.state_kind == "gated_delta":
+    if layer.state_kind == "gated_delta" or (layer.own_kind is not None and "g" in wide):
         return _peak(wide["g"])
     if layer.state_kind == "mamba1":
         return _peak(_time_step(layer, wide)[..., None] * wide["A"])
     if layer.state_kind == "mamba2":
         return _peak(_time_step(layer, wide) * wide["A"])
     return 0.0
+
+
+def _own_step(
+    layer: StateLayer, token: Tensors, state: Tensors, arithmetic: Arithmetic
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Advance a layer of a plugin's own kind by the plugin's definition."""
+    step = kind_of(layer).step
+    assert step is not None
+    output, after = step(layer.facts, {n: arithmetic.product_operand(x) for n, x in token.items()}, state)
+    return output, {name: arithmetic.stored(value) for name, value in after.items()}
 
 
 def _peak(steps: Tensor) -> float:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from slotline.plugins.model_families.state_mixers.slot import StateSlot, conv_of, layer_of, rate
+from slotline.plugins.model_families.state_mixers.slot import StateSlot, conv_of, layer_of, own_layer_of, rate
+from slotline.registry.contracts import kimi_delta
 from slotline.registry.contracts.state import StateLayer
 
 Given = Mapping[str, Any]
@@ -209,6 +210,30 @@ class ApartDeltaMixer(GatedDeltaMixer):
 
     def close(self, module: Any, out: torch.Tensor, z: torch.Tensor, num_tokens: int) -> torch.Tensor:
         return module.o_proj(module.o_norm(out, z).view(num_tokens, -1))  # type: ignore[no-any-return]
+
+
+class KimiDeltaMixer(Mixer):
+    """Kimi Linear and Bailing hybrid: the delta rule with a decay for each channel, from a gate of two projections."""
+
+    parts = frozenset({"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "forget_gate", "o_norm", "o_proj"})
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        size = module.head_dim
+        sizes = {"num_heads": module.num_heads, "head_size_k": size, "head_size_v": size, "scale": size**-0.5}
+        return (
+            conv_of(name, module.conv1d, module.activation),
+            own_layer_of(name, kimi_delta.NAME, kimi_delta.KDA, **sizes),
+        )
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        mixed = torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], dim=-1)
+        mixed = slot.convolve(module.conv1d, mixed).unflatten(-1, (3, module.num_heads, module.head_dim))
+        q, k, v = mixed.unbind(1)
+        beta = module.b_proj(hidden).sigmoid()
+        out = slot.recur({"q": q, "k": k, "v": v, "g": module.forget_gate(hidden[None])[0], "beta": beta})
+        gate = module.g_b_proj(module.g_a_proj(hidden)) if hasattr(module, "g_a_proj") else module.g_proj(hidden)
+        normed = module.o_norm(out, gate.view_as(out))
+        return module.o_proj(normed.flatten(1))  # type: ignore[no-any-return]
 
 
 class LightningMixer(Mixer):

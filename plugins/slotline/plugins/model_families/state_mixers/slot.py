@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.plugins.model_families.binding import AttendHolder
-from slotline.registry.contracts.state import STATE_KINDS, StateLayer, StateTensorSpec
+from slotline.registry.contracts.state import STATE_KINDS, StateKind, StateLayer, StateTensorSpec, kind_of
 from slotline.registry.errors import ModelError
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
@@ -36,7 +36,15 @@ class StateSlot:
 
 def layer_of(mixer: str, state_kind: str, **facts: Any) -> StateLayer:
     """Return a state layer of a mixer, named after the mixer and the layer's tensor. Its index is set later."""
-    kind = STATE_KINDS[state_kind]
+    return _layer_of(mixer, state_kind, STATE_KINDS[state_kind], facts)
+
+
+def own_layer_of(mixer: str, state_kind: str, own_kind: StateKind, **facts: Any) -> StateLayer:
+    """Return a state layer like `layer_of`, of a kind that the contract does not have."""
+    return evolve(_layer_of(mixer, state_kind, own_kind, facts), own_kind=own_kind)
+
+
+def _layer_of(mixer: str, state_kind: str, kind: StateKind, facts: dict[str, Any]) -> StateLayer:
     tensors = tuple(
         StateTensorSpec(
             name=name,
@@ -45,7 +53,13 @@ def layer_of(mixer: str, state_kind: str, **facts: Any) -> StateLayer:
         )
         for name, sizes in kind.tensors.items()
     )
-    return StateLayer(name=f"{mixer}.{tensors[0].name}", index=-1, state_kind=state_kind, tensors=tensors, facts=facts)
+    return StateLayer(
+        name=f"{mixer}.{tensors[0].name}",
+        index=-1,
+        state_kind=state_kind,
+        tensors=tensors,
+        facts=facts,
+    )
 
 
 def conv_of(mixer: str, conv: Any, activation: str) -> StateLayer:
@@ -71,4 +85,4 @@ def rate(a_log: torch.Tensor) -> torch.Tensor:
 
 def output_like(layer: StateLayer) -> str:
     """Return the input that has the shape of the layer's output."""
-    return "v" if layer.state_kind == "gated_delta" else "x"
+    return kind_of(layer).output

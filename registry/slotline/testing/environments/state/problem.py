@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from slotline.registry.contracts.state import STATE_KINDS, StateLayer, StateTensorSpec
+from slotline.registry.contracts.state import STATE_KINDS, StateKind, StateLayer, StateTensorSpec
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,6 +36,10 @@ class Problem:
     def tokens(self, count: int, seed: int) -> dict[str, Tensor]:
         """Return inputs of `count` tokens of one request, on the CPU, in the dtypes of the contract."""
         generator = torch.Generator().manual_seed(seed)
+        own = self.layer.own_kind
+        if own is not None and own.draw is not None:
+            drawn = own.draw(self.layer.facts, count, generator)
+            return {name: value if name in own.wide else value.to(self.dtype) for name, value in drawn.items()}
         drawn = {}
         for name, shape in _token_shapes(self.layer, self.gated).items():
             value = torch.randn(count, *shape, generator=generator)
@@ -63,16 +67,26 @@ def make_problem(
     memory: float = 8.0,
     seed: int = 0,
     index: int = 0,
+    own_kind: StateKind | None = None,
 ) -> Problem:
     """Return a layer of a kind with random parameters. `optional` inputs are all present or all absent."""
     dtype, state_dtype = (getattr(torch, name) for name in dtypes)
-    spec = STATE_KINDS[kind]
+    spec = own_kind or STATE_KINDS[kind]
     tensors = tuple(
         StateTensorSpec(name=name, shape=_shape(dims, facts), dtype=dtypes[1] if spec.recurrent else dtypes[0])
         for name, dims in spec.tensors.items()
     )
-    layer = StateLayer(name=f"layers.{index}.{kind}", index=index, state_kind=kind, tensors=tensors, facts=dict(facts))
-    parameters = _parameters(kind, facts, dtype, optional, memory, torch.Generator().manual_seed(seed + 1))
+    layer = StateLayer(
+        name=f"layers.{index}.{kind}",
+        index=index,
+        state_kind=kind,
+        tensors=tensors,
+        facts=dict(facts),
+        own_kind=own_kind,
+    )
+    parameters = (
+        {} if own_kind else _parameters(kind, facts, dtype, optional, memory, torch.Generator().manual_seed(seed + 1))
+    )
     gated = optional and "z" in spec.optional
     return Problem(layer, parameters, dtype, state_dtype, gated, memory)
 

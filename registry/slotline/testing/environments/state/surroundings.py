@@ -12,7 +12,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from slotline.registry.contracts.state import StateBackend, StateBatch, StateContext
+from slotline.registry.contracts.state import StateBackend, StateBatch, StateContext, kind_of
 from slotline.testing.environments.state.pages import Region, plain_slots, slots_in_one_page
 from slotline.testing.environments.state.problem import Problem
 from slotline.testing.subject import Subject
@@ -273,7 +273,7 @@ def assert_output(output: Tensor, inputs: Tensors, problem: Problem, parts: Sequ
     Raises:
         AssertionError: if not.
     """
-    shape = inputs["v" if problem.layer.state_kind == "gated_delta" else "x"].shape
+    shape = inputs[kind_of(problem.layer).output].shape
     assert tuple(output.shape) == tuple(shape), f"output has shape {tuple(output.shape)}, expected {tuple(shape)}"
     assert output.dtype == problem.dtype, f"output is {output.dtype}, activations are {problem.dtype}"
     bad = (~torch.isfinite(output.flatten(1)).all(1)).nonzero().flatten().tolist()
