@@ -12,9 +12,9 @@ from attrs import evolve
 from slotline.backends.torch_state import kimi_delta_descriptor
 from slotline.backends.torch_state.backend import TorchState
 from slotline.registry.capability import Set
-from slotline.registry.contracts.kimi_delta import KDA
 from slotline.registry.contracts.state import StateCapabilities, StateContext, StateKind
 from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.kimi_delta import KDA
 from slotline.testing import Level, Outcome, check_plugin
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.kimi_delta import KDA
 from slotline.registry.contracts.state import STATE_KINDS, StateCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.kimi_delta import KDA
 
 descriptor = Descriptor(
     kind=Kind.STATE,

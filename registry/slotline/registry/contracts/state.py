@@ -47,9 +47,9 @@ allowed if that is float32). The state is rounded when it is stored, and the out
   exp(g) * S, S = S + k (outer) (beta * (v - S^T k)), and y = S^T q. Value head i uses key head ``i // (Hv // Hk)``. g
   is the logarithm of the decay (at most 0). beta is used unchanged.
 
-**Kinds of plugins.** A plugin may bring a kind of its own: a `StateKind` with `step`, the definition, `draw` and `sizes`
-in `StateCapabilities.own_kinds`. The conformance suite runs a backend of it as it runs the kinds above, with `step` in
-float64 as the oracle. A model family sets `StateLayer.own_kind`. `slotline.registry.contracts.kimi_delta` is one.
+**Kinds of plugins.** A plugin may bring a kind of its own: a `StateKind` with `step`, the definition, `draw` and
+`sizes` in `StateCapabilities.own_kinds`. The conformance suite runs a backend of it as it runs the kinds above, with
+`step` in float64 as the oracle. A model family sets `StateLayer.own_kind`. `slotline.registry.kimi_delta` is one.
 
 Sources: Gu and Dao, arXiv 2312.00752, section 3 (mamba1), Dao and Gu, arXiv 2405.21060, sections 3 and 6 (mamba2), Yang
 and others, arXiv 2412.06464, section 3 (gated_delta).

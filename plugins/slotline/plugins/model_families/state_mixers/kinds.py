@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from slotline.plugins.model_families.state_mixers.slot import StateSlot, conv_of, layer_of, own_layer_of, rate
-from slotline.registry.contracts import kimi_delta
+from slotline.registry import kimi_delta
 from slotline.registry.contracts.state import StateLayer
 
 Given = Mapping[str, Any]
