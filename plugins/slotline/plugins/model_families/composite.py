@@ -35,6 +35,20 @@ def text_class(path: Path, architecture: str, config: Any) -> tuple[Any, Any]:
     return model_class, text
 
 
+def refuse_quantized(found: Any) -> None:
+    """Refuse a composite model whose files hold quantized weights.
+
+    Raises:
+        ModelError: always for such a model.
+    """
+    if found.whole is not None:
+        raise ModelError(
+            f"{found.path} holds quantized weights of {found.architecture}, whose text part is read in full precision "
+            "only",
+            fix="use the checkpoint in bfloat16, or set weights.quantize, or use one of the text part alone",
+        )
+
+
 def text_part(whole: Any, found: Any, attention: str) -> Any:
     """Return the decoder of a loaded model as a causal model of its own, whose layers call the function `attention`.
 

@@ -63,6 +63,7 @@ def load_transformers_model(
     tensors = weight_files.tensors_of(path, found.config)
     state, dtype, served = None, torch_dtype(context.dtype), found
     if weights is not None and not weights.online:
+        composite.refuse_quantized(found)
         found = quantized.with_slots(found, weights, dtype)
         state, tensors = quantized.plain_state(found, tensors, weights, dtype)
     weight_files.refuse_quantized(tensors)
