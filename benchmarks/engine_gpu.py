@@ -145,7 +145,7 @@ def phases(llm: LLM, work: Workload) -> None:
     """The host's time in the parts of a step, averaged over one more run; the timing itself is in it."""
     profiler = llm.engine.profiler
     profiler.reset()
-    profiler.enabled = True
+    profiler.enable()
     bench_run._run(llm, work)
     profiler.enabled = False
     steps = max(profiler.counts.values())

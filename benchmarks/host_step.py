@@ -160,7 +160,7 @@ def measure(engine: Engine, num_requests: int, steps: int, *, detokenize: bool) 
         start = perf_counter()
         engine.step()
         times.append(perf_counter() - start)
-    engine.profiler.enabled = True
+    engine.profiler.enable()
     for _ in range(steps):
         engine.step()
     return times

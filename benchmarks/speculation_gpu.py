@@ -159,7 +159,7 @@ def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
             llm.engine.step()
 
     work()
-    profiler.enabled = True
+    profiler.enable()
     profiler.reset()
     start = time.perf_counter()
     work()

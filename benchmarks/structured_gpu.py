@@ -94,7 +94,7 @@ def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int,
     profiler = llm.engine.profiler
     for what, params in (("without", free), ("with", bound)):
         profiler.reset()
-        profiler.enabled = True
+        profiler.enable()
         step_seconds(llm, params, Random(0))
         profiler.enabled = False
         steps = max(profiler.counts.values())

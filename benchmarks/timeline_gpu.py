@@ -66,7 +66,7 @@ def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
         engine.step()
     if untraced:
         say_host_cost(llm, untraced)
-    engine.profiler.enabled = True
+    engine.profiler.enable()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps + 1):  # the first one under a profiler is longer than the others
             engine.step()

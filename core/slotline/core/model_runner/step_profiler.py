@@ -24,7 +24,13 @@ class StepProfiler:
         self.enabled = enabled
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.scope: Callable[[str], AbstractContextManager[Any]] = self._timed if enabled else nullcontext
+        self.scope: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        if enabled:
+            self.enable()
+
+    def enable(self) -> None:
+        """Time the parts of the steps from now on."""
+        self.enabled, self.scope = True, self._timed
 
     def reset(self) -> None:
         """Forget the measured times."""
