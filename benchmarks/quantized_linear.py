@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -69,14 +70,15 @@ def checkpoint(config: Path, folder: Path) -> Path:
 
 def case(path: Path, method: str) -> Case:
     """Build the engine for a method, "" for none."""
-    settings = {"weights.quantize": method, "observability.progress": False, "cache.memory": "64MiB"}
+    settings: dict[str, Any] = {"weights.quantize": method, "observability.progress": False, "cache.memory": "64MiB"}
     settings |= {
         "cache.prefix_caching": False,
         "scheduler.max_model_len": 2 * PROMPT,
         "structured_output.backend": "none",
     }
     llm = LLM(str(path), dtype="bfloat16", device="cpu", **settings)
-    return Case(method or "bfloat16", llm, llm.engine.runner.model.weight_bytes / 2**20)
+    model: Any = llm.engine.runner.model
+    return Case(method or "bfloat16", llm, model.weight_bytes / 2**20)
 
 
 def measure(config: Path, methods: Sequence[str], tokens: int, rounds: int) -> list[tuple[str, ...]]:
@@ -87,7 +89,8 @@ def measure(config: Path, methods: Sequence[str], tokens: int, rounds: int) -> l
         for number in range(rounds + 1):
             for one in cases:
                 one.run(tokens, number)
-    plain, rows = cases[0], []
+    plain = cases[0]
+    rows: list[tuple[str, ...]] = []
     for one in cases:
         decode, prompt = statistics.median(one.decode[1:]), statistics.median(one.prompt[1:])
         ratio = decode / statistics.median(plain.decode[1:]), prompt / statistics.median(plain.prompt[1:])

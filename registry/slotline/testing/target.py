@@ -19,7 +19,7 @@ from slotline.testing.check import CHECK_MODULES
 
 KINDS = tuple(CHECK_MODULES)
 """The kinds that have checks."""
-_SECOND = (Kind.DEVICE, Kind.EXTENSION, Kind.LINEAR)
+_SECOND = (Kind.DEVICE, Kind.EXTENSION, Kind.LINEAR, Kind.EXPERTS)
 """Kinds whose plugins need their kind in front where a plugin of another kind has the same name, as with `cpu`."""
 
 

@@ -33,7 +33,7 @@ def engine_text(run: Run) -> None:
     settings: dict[str, Any] = {**COMMON, "dtype": dtypes_of(run.subject)[0], "weights.quantize": run["quantize"]}
     texts = []
     for name in (run.subject.name, "dequantized"):
-        own = {"weights.linear": name, "plugins.inline": selection(run.subject)}
+        own: dict[str, Any] = {"weights.linear": name, "plugins.inline": selection(run.subject)}
         try:
             llm = LLM(device=run.subject.device.type, **settings, **own)
         except NegotiationError as error:

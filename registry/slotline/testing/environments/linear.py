@@ -102,30 +102,7 @@ class LinearWorld:
 
     def weight(self, out_features: int | None = None) -> QuantizedWeight:
         """Return a random weight on the CPU. All codes occur, and scales differ by orders of magnitude."""
-        out_features, scheme, element = out_features or self.out_features, self.scheme, self.scheme.element
-        shape = (out_features, self.in_features)
-        sizes = scheme.scale_shape(*shape)
-        if element.codes.startswith("float8"):
-            every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-            every = every[(every & 127) != 127]  # without NaN
-            codes = every[torch.randint(len(every), shape, generator=self.generator)].view(torch.float8_e4m3fn)
-            magnitude = 448.0
-        else:
-            kind = getattr(torch, element.codes)
-            codes = torch.randint(element.low, element.high + 1, shape, generator=self.generator, dtype=kind)
-            magnitude = max(map(abs, element.codebook)) if element.codebook else float(element.high)
-        scales = torch.exp2(torch.randint(-6, 1, sizes, generator=self.generator).float()) / magnitude
-        if scheme.name != "mxfp4":
-            scales = scales * (0.5 + torch.rand(sizes, generator=self.generator))
-        offsets = None if scheme.symmetric else torch.randn(sizes, generator=self.generator) * scales * magnitude
-        return QuantizedWeight(
-            scheme=scheme,
-            codes=codes,
-            scales=scales,
-            offsets=offsets,
-            g_idx=self._order(sizes[1]) if scheme.act_order else None,
-            input_scale=torch.tensor(0.05) if scheme.activation and not scheme.dynamic else None,
-        )
+        return random_weight(self.scheme, out_features or self.out_features, self.in_features, self.generator)
 
     def pack(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Return the packed form of a copy of a weight."""
@@ -175,16 +152,49 @@ class LinearWorld:
         where = f"{what}: token {token} of {out.shape[0]}, output {output} of {out.shape[1]}"
         self.run.measure(error=float(error[token, output]), allowed=float(bound[token, output]), what=where)
 
-    def _order(self, groups: int) -> torch.Tensor:
-        index = torch.arange(self.in_features, dtype=torch.int32) // self.scheme.group[1]
-        return index[torch.randperm(self.in_features, generator=self.generator)]
+
+def random_weight(
+    scheme: WeightScheme, out_features: int, in_features: int, generator: torch.Generator
+) -> QuantizedWeight:
+    """Return a random weight on the CPU. All codes occur, and scales differ by orders of magnitude."""
+    shape, element = (out_features, in_features), scheme.element
+    sizes = scheme.scale_shape(*shape)
+    if element.codes.startswith("float8"):
+        every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        every = every[(every & 127) != 127]  # without NaN
+        codes = every[torch.randint(len(every), shape, generator=generator)].view(torch.float8_e4m3fn)
+        magnitude = 448.0
+    else:
+        kind = getattr(torch, element.codes)
+        codes = torch.randint(element.low, element.high + 1, shape, generator=generator, dtype=kind)
+        magnitude = max(map(abs, element.codebook)) if element.codebook else float(element.high)
+    scales = torch.exp2(torch.randint(-6, 1, sizes, generator=generator).float()) / magnitude
+    if scheme.name != "mxfp4":
+        scales = scales * (0.5 + torch.rand(sizes, generator=generator))
+    else:
+        scales = torch.exp2(torch.randint(-8, -2, sizes, generator=generator).float())
+    offsets = None if scheme.symmetric else torch.randn(sizes, generator=generator) * scales * magnitude
+    return QuantizedWeight(
+        scheme=scheme,
+        codes=codes,
+        scales=scales,
+        offsets=offsets,
+        g_idx=_order(scheme, in_features, generator) if scheme.act_order else None,
+        input_scale=torch.tensor(0.05) if scheme.activation and not scheme.dynamic else None,
+    )
+
+
+def _order(scheme: WeightScheme, in_features: int, generator: torch.Generator) -> torch.Tensor:
+    index = torch.arange(in_features, dtype=torch.int32) // scheme.group[1]
+    return index[torch.randperm(in_features, generator=generator)]
 
 
 def copied(weight: QuantizedWeight, device: Any) -> QuantizedWeight:
     """Return a copy of a weight on a device, which a plugin may overwrite."""
     names = ("codes", "scales", "offsets", "g_idx", "input_scale")
-    tensors = {name: getattr(weight, name) for name in names}
-    return evolve(weight, **{name: None if t is None else t.clone().to(device) for name, t in tensors.items()})
+    tensors: dict[str, Any] = {name: getattr(weight, name) for name in names}
+    moved = {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
+    return QuantizedWeight(scheme=weight.scheme, **moved)
 
 
 def next_size(offer: Any, wished: int, step: int) -> int:
