@@ -170,7 +170,7 @@ class RequestTable:
 
     def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
         """Add one sampled token to each of `rows`, which are distinct, in place of all expected ones."""
-        known = self.num_known(rows)
+        known = self.num_tokens[rows] - self.num_pending[rows]
         self.token_ids[rows, known] = token_ids
         self.num_tokens[rows] = known + 1
         self.num_pending[rows] = 0

@@ -122,11 +122,12 @@ class StepOutput:
             spoiled=self.spoiled - gone,
         )
 
-    def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
-        """Yield distinct rows with a token of each: the first tokens of all, then the second ones, and so on."""
-        if self.spec_positions is None:
-            yield self.rows, self.token_ids
-            return
-        for position in range(int(self.spec_positions.max(initial=0)) + 1):
-            own = self.spec_positions == position
+    def rounds(self, positions: Int) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
+        """Yield distinct rows with a token of each: the first tokens of all, then the second ones, and so on.
+
+        Args:
+            positions: [n] int64, the number of each token among its row's tokens, as in `spec_positions`.
+        """
+        for position in range(int(positions.max(initial=0)) + 1):
+            own = positions == position
             yield self.rows[own], self.token_ids[own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from os import getpid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -299,7 +300,8 @@ class Engine:
             CapacityError: if memory ends in the step.
             RequestError: if the engine is in the middle of another step's bookkeeping, as in a signal's handler.
         """
-        self._own_process.refuse_others()
+        if getpid() != self._own_process.process:
+            self._own_process.refuse_others()
         if self._closed:
             raise RequestError(
                 "a step inside another step's bookkeeping", fix="step from a function on logits, or later"
@@ -357,8 +359,10 @@ class Engine:
         with self.profiler.scope("schedule"):
             unfit = self._queue_ready() if self.extensions.collect_ready else []
             schedule = self.scheduler.schedule()
-        schedule, refused = self.joining.prepare(schedule)
-        self._ended += unfit + refused
+        self._ended += unfit
+        if schedule.admitted or schedule.failed:
+            schedule, refused = self.joining.prepare(schedule)
+            self._ended += refused
         for before in self.extensions.before_step:
             schedule = before(schedule)
         if schedule.failed:
@@ -366,7 +370,7 @@ class Engine:
             self._ended += refused
         generations = self.rows.generation.copy()
         launched = self._launch(schedule) if schedule.num_tokens else None
-        result = self._collect()  # of the previous step, if it is still in flight
+        result = None if self._in_flight is None else self._collect()  # of the previous step
         if launched is not None:
             started = self._sample(launched, schedule, generations)
             if self._in_flight is not None:  # a step that was run by a callback of this one
@@ -374,6 +378,7 @@ class Engine:
             self._in_flight = started
             if not self.asynchronous:
                 result = self._collect()
+        result = result or StepResult()
         ended, self._ended = self._ended, []
         return evolve(result, finished=ended) if ended or result.finished else result
 
@@ -409,7 +414,9 @@ class Engine:
             variant = 0
             for choose in self.extensions.graph_variant:
                 variant = choose(schedule.rows)
-            shape = self._graph_shape(schedule, cascade=any(prefixes), variant=variant)
+            shape = None
+            if self.graphs is not None:
+                shape = self._graph_shape(self.graphs, schedule, cascade=any(prefixes), variant=variant)
             variant = variant if shape is None else shape.variant
             inputs = self.gatherer.gather(schedule, shape, prefixes, variant=variant)
         for prepare in self.extensions.prepare_inputs:
@@ -420,14 +427,14 @@ class Engine:
             note(schedule)
         return launched
 
-    def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, variant: int) -> GraphShape | None:
+    def _graph_shape(
+        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: bool, variant: int
+    ) -> GraphShape | None:
         """Return the captured shape of a step, or None to run eagerly."""
-        if self.graphs is None:
-            return None
         for needs_eager in self.extensions.needs_eager:
             if needs_eager(schedule):
                 return None
-        return self.graphs.shapes.shape_for(schedule, cascade=cascade, variant=variant)
+        return graphs.shapes.shape_for(schedule, cascade=cascade, variant=variant)
 
     def _sample(self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int) -> PendingStep:
         """Start sampling after a forward pass. All earlier tokens are known by now."""
@@ -468,17 +475,19 @@ class Engine:
     def _collect(self) -> StepResult:
         """Wait for the step in flight, if any, and hand its results out."""
         step, self._in_flight = self._in_flight, None
-        if step is None:
+        if step is None:  # of a callback of the step
             return StepResult()
         output = self.runner.head.finish(step.sampling)
         for spoiled in self.extensions.recompute:
             self.scheduler.recompute(spoiled())
         with self.profiler.scope("hand_out"):
-            given_up = np.flatnonzero(self.rows.generation != step.generations)
-            kept = output.without(given_up)
+            kept, schedule = output, step.schedule
+            if not np.array_equal(self.rows.generation, step.generations):
+                given_up = np.flatnonzero(self.rows.generation != step.generations)
+                kept, schedule = output.without(given_up), schedule.without(given_up)
             for commit in self.extensions.commit:
                 commit(kept)
-            result = self.hand_out(step.schedule.without(given_up), kept)
+            result = self.hand_out(schedule, kept)
         self._ended += result.finished
         for after in self.extensions.after_step:
             after(output, step.generations)

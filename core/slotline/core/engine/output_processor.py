@@ -60,19 +60,25 @@ class OutputProcessor:
         self.num_known = self.rows.num_tokens - self.rows.num_pending
         self._count(schedule, output)
         self._record(output)
-        ended = self._answer(output)
+        ended = self._answer(output) if output.answers else {}
         rows, token_ids = self._append(output, ended)
-        self._keep_logprobs(output)
+        if output.logprobs:
+            self._keep_logprobs(output)
         for row, cause in output.failed.items():
             if row not in ended:
                 logger.error("request %r failed: %s", self.rows.request(row).request_id, cause)
                 ended[row] = ("error", cause)
         for row in output.spoiled:
             self.scheduler.cache.forget(row)
+        finished = self._finish(ended) if ended else []
+        self.num_known = None
+        return StepResult(rows=rows, token_ids=token_ids, finished=finished)
+
+    def _finish(self, ended: Ended) -> list[Request]:
+        """Let finished requests go. Return those that users know of."""
         finished = [self.rows.request(row) for row in ended]
         self.endings.finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
-        self.num_known = None
-        return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))
+        return leaders(finished)
 
     def _count(self, schedule: SchedulerOutput, output: StepOutput) -> None:
         """Update the computed tokens of rows, states and cache. Those of rejected tokens do not count."""
@@ -107,7 +113,8 @@ class OutputProcessor:
             rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
         for row, count in output.num_nans.items():
             rows.request(row).metrics.num_nans += count
-        fresh = output.rows[rows.num_known(output.rows) == rows.num_prompt_tokens[output.rows]]
+        assert self.num_known is not None
+        fresh = output.rows[self.num_known[output.rows] == rows.num_prompt_tokens[output.rows]]
         if len(fresh):
             now = monotonic()
             for row in fresh.tolist():
@@ -126,22 +133,27 @@ class OutputProcessor:
         Returns:
             The rows that got a token and the tokens [n], without hidden rows.
         """
-        rows, given = self.rows, []
-        for which, tokens in output.rounds():
-            if ended:
-                goes_on = ~np.isin(which, list(ended))
-                which, tokens = which[goes_on], tokens[goes_on]
-            rows.append(which, tokens)
-            ended |= self.stops.ended(which, tokens)
-            for advance in self.extensions.advance:
-                ended |= advance(which, tokens, ended)
-            if rows.any_hidden:
-                asked = ~rows.hidden[which]
-                which, tokens = which[asked], tokens[asked]
-            given.append((which, tokens))
-        if len(given) == 1:
-            return given[0]
+        if output.spec_positions is None:
+            return self._append_each(output.rows, output.token_ids, ended)
+        given = [self._append_each(which, tokens, ended) for which, tokens in output.rounds(output.spec_positions)]
         which, tokens = map(np.concatenate, zip(*given, strict=True))
+        return which, tokens
+
+    def _append_each(
+        self, which: Int, tokens: npt.NDArray[np.int32], ended: Ended
+    ) -> tuple[Int, npt.NDArray[np.int32]]:
+        """Append one token to each of the distinct rows `which` [n], see `_append`."""
+        rows = self.rows
+        if ended:
+            goes_on = ~np.isin(which, list(ended))
+            which, tokens = which[goes_on], tokens[goes_on]
+        rows.append(which, tokens)
+        ended |= self.stops.ended(which, tokens)
+        for advance in self.extensions.advance:
+            ended |= advance(which, tokens, ended)
+        if rows.any_hidden:
+            asked = ~rows.hidden[which]
+            which, tokens = which[asked], tokens[asked]
         return which, tokens
 
     def _keep_logprobs(self, output: StepOutput) -> None:
