@@ -32,7 +32,7 @@ from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError, RequestError
-from slotline.registry.named_path import as_path
+from slotline.registry.named_path import as_path, is_single_file
 from slotline.registry.negotiation import Plan
 from slotline.registry.safe_repr import safe_repr
 from slotline.text.messages import as_conversations
@@ -60,7 +60,7 @@ class LLM:
         >>> llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
 
     Args:
-        config: a TOML file, a checkpoint folder, or None.
+        config: a TOML file, a checkpoint folder or GGUF file, or None.
         overrides: settings in the form `a.b=value`, as on the command line.
         settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
             mapping, `**{"cache.block_size": 32}`.
@@ -73,7 +73,8 @@ class LLM:
 
     def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
         values = {_SHORT.get(key, key): value for key, value in settings.items()}
-        if config is not None and (folder := as_path(config)) is not None and os.path.isdir(folder):
+        folder = None if config is None else as_path(config)
+        if folder is not None and (os.path.isdir(folder) or is_single_file(folder)):
             if values.get("model"):
                 raise ConfigError(
                     f"{folder!r} and model={safe_repr(values['model'])} name two models", fix="name one of them"

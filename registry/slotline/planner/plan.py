@@ -41,6 +41,7 @@ from slotline.planner.non_chunkable import (
 from slotline.planner.offers import Offers, offers_of
 from slotline.planner.pipeline_parallel import Stages, describe_devices, divide, pipeline_devices
 from slotline.planner.sampling_defaults import sampling_defaults
+from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
 from slotline.planner.weights import (
@@ -210,7 +211,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
     info = describe_devices(there, own)
     devices = tuple(device.torch_device for device in named)
-    path = loaded.path("model") or SMALL_MODEL
+    path = unpacked(registry, loaded.path("model") or SMALL_MODEL)
     family_descriptor, family = family_for(registry, path)
     weight_format = choose_format(loaded, registry, path, family_descriptor)
     facts = family.inspect(path) if weight_format is None else family.inspect(path, quantized=True)  # type: ignore[call-arg]

@@ -10,6 +10,11 @@ from pathlib import Path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".pte", ".mlmodel")
 
+SINGLE_FILES = (".gguf",)
+"""Endings of checkpoints that are one file."""
+_HEADER = 24
+"""Bytes that such a file has at least."""
+
 
 def as_path(value: object) -> str | None:
     """Return a path as text with `~` expanded, or None for values that are not paths."""
@@ -18,6 +23,11 @@ def as_path(value: object) -> str | None:
     except Exception:  # a stranger's `__fspath__` too
         return None
     return os.path.expanduser(text) if isinstance(text, str) else None
+
+
+def is_single_file(path: str) -> bool:
+    """Return True for a file that is a whole checkpoint by its ending and its size."""
+    return path.lower().endswith(SINGLE_FILES) and os.path.isfile(path) and os.path.getsize(path) >= _HEADER
 
 
 def explain_name(text: str) -> tuple[str, str] | None:
@@ -30,7 +40,9 @@ def explain_name(text: str) -> tuple[str, str] | None:
         model = "/".join(address[1].split("/")[:2])
         return "it is an address on the net, and nothing is downloaded here", _download(model)
     if suffix == ".gguf":
-        return "it is a GGUF file, which is not read", "name a Hugging Face folder with config.json and safetensors"
+        state = "its header is not complete" if os.path.isfile(path) else "there is no such file"
+        where = "only `model` names one" if is_single_file(path) else state
+        return f"it is a GGUF file, which is not read: {where}", "name a Hugging Face folder, or a whole GGUF file"
     if suffix in _WEIGHTS:
         return "it is a file of weights", f"name its folder, which holds config.json: {_folder(path)}"
     if suffix == ".json":

@@ -46,6 +46,14 @@ bitsandbytes = _offer(
     "bitsandbytes", ("bitsandbytes",), ("nf4", "int8"), "bitsandbytes:BitsAndBytes", "NF4 and INT8 of bitsandbytes"
 )
 mxfp4 = _offer("mxfp4", ("mxfp4",), ("mxfp4",), "mxfp4:Mxfp4", "MXFP4 experts of GPT-OSS")
+gguf = _offer(
+    "gguf",
+    ("gguf",),
+    ("int4", "int6", "int8"),
+    "gguf.reader:Gguf",
+    "GGUF files: Q4_0, Q8_0, Q4_K and Q6_K stay as they are, other types are dequantized",
+    suffixes=(".gguf",),
+)
 online = _offer(
     "online",
     ("int8", "int4", "fp8"),

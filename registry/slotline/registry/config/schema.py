@@ -372,7 +372,8 @@ class Config:
         default=CONFIG_VERSION, validator=version_is(CONFIG_VERSION), metadata=_doc("version of this format")
     )
     model: str = field(
-        default="", metadata=_doc("a local Hugging Face folder; empty for the small model that ships", path=True)
+        default="",
+        metadata=_doc("a local Hugging Face folder or GGUF file; empty for the small model that ships", path=True),
     )
     task: Literal["auto", "generate", "embed", "classify"] = field(
         default="auto",

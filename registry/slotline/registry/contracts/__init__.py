@@ -113,6 +113,7 @@ from slotline.registry.contracts.structured_output import (
     StructuredOutputsParams,
 )
 from slotline.registry.contracts.weight_format import (
+    FileFormat,
     OnlineFormat,
     TensorReader,
     WeightFormat,
@@ -172,6 +173,7 @@ __all__ = [
     "ExtensionCapabilities",
     "ExtensionContext",
     "FeatureExtension",
+    "FileFormat",
     "GrammarState",
     "Graph",
     "GraphCapture",

@@ -27,12 +27,14 @@ class WeightFormatCapabilities:
         schemes: names of the schemes that it gives.
         files: names of files that hold the quantization configuration where config.json has none, such as
             ``quantize_config.json``.
+        suffixes: endings of checkpoints that are one file, such as ``.gguf``. The factory is a `FileFormat` then.
         online: it quantizes plain weights while a model is loaded (`OnlineFormat`).
     """
 
     methods: Set[str]
     schemes: Set[str]
     files: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
     online: Flag = Flag(False)
 
 
@@ -106,4 +108,18 @@ class OnlineFormat(WeightFormat, Protocol):
 
     def quantize(self, name: str, kind: str, weight: torch.Tensor) -> QuantizedWeight:
         """Return the quantized form of a weight [.., out_features, in_features] of any real dtype."""
+        ...
+
+
+class FileFormat(Protocol):
+    """Protocol of the factory of a format whose checkpoints are one file."""
+
+    def unpack(self, path: Path, folder: Path) -> None:
+        """Write the model into an empty folder: config.json with a quantization configuration, tokenizer, weights.
+
+        It is called once for each file. The host keeps the folder in the cache folder.
+
+        Raises:
+            slotline.registry.errors.ModelError: if the file is broken, or its model has parts that cannot be read.
+        """
         ...

@@ -1,0 +1,1 @@
+"""GGUF: one file with metadata, tokenizer and weights, as llama.cpp reads it."""
