@@ -9,9 +9,11 @@ from typing import Any
 
 import families_sweep
 import pytest
+import torch
+import transformers
 from attrs import evolve
 
-from slotline.core import LLM
+from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import checkpoint, inspection, self_check, state_mixers
 from slotline.plugins.model_families.shrinking import WINDOW
 from slotline.plugins.model_families.transformers_model import TransformersDecoder
@@ -39,6 +41,13 @@ SERVED = {
 }
 """Model type -> architecture, one for each way to name parts, to make logits, to count positions and to keep states."""
 
+SPARSE_M3 = {
+    "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+    "index_block_size": 16,
+    "index_topk_blocks": 4,
+    "index_local_blocks": 1,
+}
+
 Made = Callable[[str, str], Path]
 
 
@@ -54,6 +63,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return folders[model_type]
 
     return get
+
+
+def greedy(path: Path, architecture: str, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers generates with its own cache, in which an index picks keys."""
+    model = getattr(transformers, architecture).from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -186,3 +205,26 @@ def test_a_mixer_that_nobody_knows_is_not_passed_over(made: Made, monkeypatch: p
     inspection._seen.cache_clear()
     with pytest.raises(ModelError, match=r"no mixer .* 'model.layers.1' \(MiniMaxDecoderLayer\) .* \(2 of 4 layers\)"):
         inspection.facts_of(found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "settings", "longest"),
+    [
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {"index_topk": 96}, 96),
+        ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", SPARSE_M3, 64),
+    ],
+)
+def test_an_index_of_keys_ends_the_served_length_where_it_leaves_keys_out(
+    model_type: str, architecture: str, settings: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    families_sweep.build(model_type, architecture, tmp_path, settings)
+    assert TransformersDecoder().inspect(tmp_path).default_max_model_len == longest
+    short = {**families_sweep.SETTINGS, "max_model_len": longest}
+    llm = LLM(str(tmp_path), **short)
+    prompt = families_sweep.prompts()[1]
+    params = SamplingParams(temperature=0, max_tokens=longest - len(prompt), ignore_eos=True)
+    (request,) = llm.generate([prompt], params, progress=False)
+    assert list(request.outputs[0].token_ids) == greedy(tmp_path, architecture, prompt, longest - len(prompt))
+    with pytest.raises(ModelError, match=f"picks {longest} keys by an index .* max_model_len is 128") as refusal:
+        LLM(str(tmp_path), **families_sweep.SETTINGS)
+    assert refusal.value.fix == f"set scheduler.max_model_len = {longest} or less"

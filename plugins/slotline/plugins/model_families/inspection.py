@@ -20,6 +20,7 @@ from slotline.plugins.model_families import (
     own_attention,
     positions,
     rope,
+    sparse_index,
     state_mixers,
     structure,
     temperature,
@@ -215,6 +216,7 @@ def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
     state_layers = state_mixers.find(model)
+    limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
     layers, host_copies = _watch(model, look.found, look.max_model_len, state_layers)
     return _Seen(
         layers=layers,
@@ -222,7 +224,7 @@ def _seen(look: _Look) -> _Seen:
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         parts=None if state_layers else _parts(model, layers),
         host_copies=host_copies,
-        default_max_model_len=temperature.longest_untuned(model),
+        default_max_model_len=min(filter(None, limits), default=None),
         vocab_size=structure.vocab_size(model),
         hidden_size=structure.hidden_size(model),
     )
@@ -243,7 +245,7 @@ def _model_without_memory(found: Checkpoint) -> Any:
 def adopted(model: Any, function: Any) -> Any:
     """Return a model whose attention calls `function`, with positions from its forward's argument."""
     positions.quiet(model)
-    return positions.pass_on(own_attention.adopt(model, function))
+    return positions.pass_on(sparse_index.leave_out(own_attention.adopt(model, function)))
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

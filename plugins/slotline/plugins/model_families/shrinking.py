@@ -39,7 +39,7 @@ _BY_SIZE: Mapping[int, str] = MappingProxyType(
         1: "moe_num_shared_experts n_shared_experts num_shared_experts topk_group zero_expert_num "
         "first_k_dense_replace num_dense_layers moe_layer_start_index num_mem_blocks",
         16: "head_dim attention_head_dim d_kv kv_channels swa_head_dim qk_nope_head_dim v_head_dim o_lora_rank "
-        "index_head_dim index_topk linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state "
+        "index_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state "
         "mamba_chunk_size mamba_head_dim ssm_state_size chunk_size state_size mamba_headdim linear_head_dim",
         24: "global_head_dim kv_lora_rank qk_head_dim",
         20: "q_lora_rank",

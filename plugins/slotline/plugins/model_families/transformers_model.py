@@ -18,6 +18,7 @@ from slotline.plugins.model_families import (
     offload,
     rope,
     self_check,
+    sparse_index,
     stages,
     state_mixers,
     temperature,
@@ -202,6 +203,7 @@ class DecoderModel:
         fresh, encoder = self._load(context)
         rope.freeze(fresh, self.facts.max_model_len)
         temperature.settle(fresh, self.facts.max_model_len)
+        sparse_index.settle(fresh, self.facts.max_model_len)
         stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
         if encoder is not None:
             fresh.encoder = encoder
@@ -223,6 +225,7 @@ class DecoderModel:
         state_mixers.bind(hf_model, context.facts.state_layers, holder)
         notes = checked + rope.freeze(hf_model, context.facts.max_model_len)
         temperature.settle(hf_model, context.facts.max_model_len)
+        sparse_index.settle(hf_model, context.facts.max_model_len)
         parts = stages.parts_of(hf_model, context.device, context.stages)
         stages.separate(hf_model, parts)
         if context.offload_bytes:
