@@ -33,6 +33,7 @@ SERVED = {
     "olmo3": "Olmo3ForCausalLM",
     "nanochat": "NanoChatForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "minimax": "MiniMaxForCausalLM",
@@ -97,6 +98,13 @@ def test_an_unlisted_architecture_gives_the_text_of_transformers(model_type: str
             "ZayaForCausalLM",
             r"fails its self-check: layer 0 \(ZayaDecoderLayer\) .* at position \d+, by \d",
         ),
+        ("gpt_neo", "GPTNeoForCausalLM", "inspection cannot follow .*: it takes its attention from a table of its own"),
+        (
+            "aya_vision",
+            "AyaVisionForConditionalGeneration",
+            "other logits than Cohere2ForCausalLM, its text part",
+        ),
+        ("paligemma", "PaliGemmaForConditionalGeneration", "sets use_bidirectional_attention, so it is no causal"),
         ("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "sets use_bidirectional_attention, so it is no causal"),
     ],
 )

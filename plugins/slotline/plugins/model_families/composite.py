@@ -9,7 +9,9 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slotline.plugins.model_families import structure
+from slotline.plugins.model_families.logits import WholeHead
 from slotline.registry.errors import ModelError
+from slotline.registry.loading import one_line
 
 
 def is_composite(config: Any, model_class: Any) -> bool:
@@ -73,4 +75,31 @@ def text_part(whole: Any, found: Any, attention: str) -> Any:
     hf_model.set_output_embeddings(whole.get_output_embeddings())
     hf_model.config = body.config  # the very object that the attention modules read
     hf_model.config._attn_implementation = attention
-    return structure.find_body(hf_model)
+    hf_model = structure.find_body(hf_model)
+    _refuse_other_logits(whole, hf_model, found)
+    return hf_model
+
+
+@torch.no_grad()
+def _refuse_other_logits(whole: Any, hf_model: Any, found: Any) -> None:
+    """Compare what a whole model and its text part make of the same hidden states.
+
+    Raises:
+        ModelError: if the logits differ, since a whole model may leave out the scale of its text part.
+    """
+    weight = hf_model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(3, structure.hidden_size(hf_model), generator=generator).to(weight.dtype)
+    try:
+        expected, own = WholeHead(whole)(states), WholeHead(hf_model)(states)
+    except Exception as error:  # of the whole model's own forward, which may want images
+        raise ModelError(
+            f"the logits of {found.architecture} in {found.path} cannot be compared with those of its text part: "
+            f"{one_line(error)}",
+            fix="use a checkpoint of the text part alone, or a model family plugin that serves this architecture",
+        ) from error
+    if expected.shape != own.shape or not torch.allclose(expected, own, rtol=1e-2, atol=1e-2):
+        raise ModelError(
+            f"{found.architecture} in {found.path} makes other logits than {type(hf_model).__name__}, its text part",
+            fix="use a checkpoint of the text part alone, or a model family plugin that serves this architecture",
+        )

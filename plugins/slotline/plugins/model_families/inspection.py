@@ -150,6 +150,8 @@ def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         if found.by_inspection:
+            if INSPECT_NAME in str(error):
+                said = "it takes its attention from a table of its own, outside transformers' interface"
             raise ModelError(
                 f"inspection cannot follow {found.architecture} of {found.path}: {said}",
                 fix="correct config.json, or use a model family plugin that serves this architecture",
