@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from attrs import evolve
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from slotline.plugins.model_families import structure
@@ -37,6 +40,28 @@ def text_class(path: Path, architecture: str, config: Any) -> tuple[Any, Any]:
     return model_class, text
 
 
+def loadable(found: Any) -> Any:
+    """Return a checkpoint whose whole model can be built, or the text part alone.
+
+    Gemma 3n's vision tower needs a package (timm) that the text part does not.
+    """
+    if found.whole is None:
+        return found
+    model_class, config = found.whole
+    try:
+        with torch.device("meta"):
+            model_class(config)
+    except ImportError:
+        return evolve(found, whole=None)
+    return found
+
+
+TEXT_KEYS: Mapping[str, str] = MappingProxyType(
+    {r"^model\.language_model\.": "model.", r"^language_model\.(model|lm_head)\.": r"\1."}
+)
+"""Names of the text part's weights in a whole model's files -> in the text part's own."""
+
+
 def refuse_quantized(found: Any) -> None:
     """Refuse a composite model whose files hold quantized weights.
 
@@ -61,6 +86,10 @@ def text_part(whole: Any, found: Any, attention: str) -> Any:
     Raises:
         ModelError: if the decoder is not a part of the whole model.
     """
+    inner = next((module for module in whole.modules() if type(module) is found.model_class), None)
+    if inner is not None:  # Llama 4 has a whole causal model inside
+        inner.config._attn_implementation = attention
+        return structure.find_body(inner)
     with torch.device("meta"):
         hf_model = found.model_class(found.config)
     prefix = hf_model.base_model_prefix if hasattr(hf_model, hf_model.base_model_prefix) else "model"

@@ -58,6 +58,7 @@ def load_transformers_model(
     path = context.facts.path
     weights = context.weights
     found = found or checkpoint.read(path, quantized=weights is not None)
+    found, is_part = composite.loadable(found), found.whole is not None
     checkpoint.require_weights(path)
     weight_files.refuse_adapter(path)
     tensors = weight_files.tensors_of(path, found.config)
@@ -83,6 +84,7 @@ def load_transformers_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 generation_config=GenerationConfig(),  # requests read it, no model does
+                **({"key_mapping": dict(composite.TEXT_KEYS)} if is_part and found.whole is None else {}),
             )
     except MemoryError:
         raise
