@@ -489,7 +489,7 @@ def test_a_family_that_offers_a_task_and_brings_no_pooler_is_named(
 ) -> None:
     module = "slotline.plugins.model_families.transformers_model"
     monkeypatch.setattr(f"{module}.make_pooler", lambda *_: (None, ()))
-    monkeypatch.setattr(f"{module}.LogitsHead", NoHead)
+    monkeypatch.setattr(f"{module}.head_of", lambda hf_model, **_: NoHead(hf_model))
     with pytest.raises(
         ContractError, match="'transformers_decoder' offers the task 'embed', and its model has no pool"
     ):
