@@ -44,6 +44,7 @@ class TritonLinear:
         self._in, self._dtype = context.in_features, getattr(torch, context.dtype)
         self._group = context.scheme.group[1] or context.in_features
         self._has_offsets = not context.scheme.symmetric
+        self._tuned: set[int] = set()
         self._one = _timed(one_token, _ONE, ["num_outputs", "num_inputs", "group", "bits"])
         self._few = _timed(few_tokens, _FEW, ["num_outputs", "num_inputs", "group", "bits"])
 
@@ -56,7 +57,13 @@ class TritonLinear:
             for name, part in (("scales", weight.scales), ("offsets", weight.offsets))
             if part is not None
         }
-        return {"codes": _words(codes) if self._bits == 4 else codes.contiguous(), **packed}
+        made = {"codes": _words(codes) if self._bits == 4 else codes.contiguous(), **packed}
+        if codes.is_cuda and weight.out_features not in self._tuned:  # launches are timed now, as no capture may do it
+            self._tuned.add(weight.out_features)
+            for count in (1, FEW):
+                x = torch.zeros(count, self._in, dtype=self._dtype, device=codes.device)
+                TritonLinear.apply(self, x, made, weight.out_features)
+        return made
 
     def apply(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
         count = len(x)
