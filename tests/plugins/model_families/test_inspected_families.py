@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,37 @@ def test_an_index_of_keys_ends_the_served_length_where_it_leaves_keys_out(
     with pytest.raises(ModelError, match=f"picks {longest} keys by an index .* max_model_len is 128") as refusal:
         LLM(str(tmp_path), **families_sweep.SETTINGS)
     assert refusal.value.fix == f"set scheduler.max_model_len = {longest} or less"
+
+
+def test_a_configuration_without_architectures_is_known_by_its_model_type(made: Made, tmp_path: Path) -> None:
+    path = made("stablelm", "StableLmForCausalLM")
+    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    runs, _ = families_sweep.of_slotline(tmp_path, families_sweep.SETTINGS)
+    assert not families_sweep.difference(runs, families_sweep.of_transformers(path, "StableLmForCausalLM"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobody"}))
+    with pytest.raises(ModelError, match="names no architecture"):
+        LLM(str(tmp_path), **families_sweep.SETTINGS)
+
+
+def test_a_vetted_hybrid_without_a_state_runs(tmp_path: Path) -> None:
+    families_sweep.build("lfm2", "Lfm2ForCausalLM", tmp_path, {"layer_types": ["full_attention"] * 4})
+    runs, kinds = families_sweep.of_slotline(tmp_path, families_sweep.SETTINGS)
+    assert kinds == "4 full"
+    assert not families_sweep.difference(runs, families_sweep.of_transformers(tmp_path, "Lfm2ForCausalLM"))
+
+
+def test_positions_end_where_their_table_does(made: Made) -> None:
+    path = made("whisper", "WhisperForCausalLM")
+    assert TransformersDecoder().inspect(path).max_model_len == checkpoint.read(path).config.max_target_positions
+
+
+def test_llama_4_runs_its_text_part(tmp_path: Path) -> None:
+    architecture = "Llama4ForConditionalGeneration"
+    families_sweep.build("llama4", architecture, tmp_path)
+    runs, _ = families_sweep.of_slotline(tmp_path, families_sweep.SETTINGS)
+    whole = transformers.Llama4ForConditionalGeneration.from_pretrained(tmp_path, trust_remote_code=False)
+    whole.language_model.save_pretrained(tmp_path / "text")
+    assert not families_sweep.difference(runs, families_sweep.of_transformers(tmp_path / "text", "Llama4ForCausalLM"))

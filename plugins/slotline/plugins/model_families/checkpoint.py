@@ -18,7 +18,14 @@ from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_object
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions", "max_sequence_length")
+LENGTHS = (
+    "max_position_embeddings",
+    "max_seq_len",
+    "seq_length",
+    "n_positions",
+    "max_sequence_length",
+    "max_target_positions",
+)
 """Where configurations state the longest sequence; MPT's and BLOOM's, which have ALiBi, what they were trained with."""
 
 LENGTH_WITHOUT_POSITIONS = 2**20
@@ -194,7 +201,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
-    named = raw.get("architectures") or []
+    named = raw.get("architectures") or tried.architectures_of(str(raw.get("model_type")))
     whole = not any(tried.is_tried(name) for name in named)
     if raw.get("is_encoder_decoder") and whole and not set(named) & set(SPEECH):
         raise ModelError(
