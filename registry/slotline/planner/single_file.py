@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from slotline.registry.cache_folder import cache_folder
 from slotline.registry.descriptor import Descriptor, Kind
@@ -61,7 +62,8 @@ def _unpack(registry: PluginRegistry, descriptor: Descriptor[object], file: Path
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        registry.factory(descriptor).unpack(file, scratch)
+        factory: Any = registry.factory(descriptor)
+        factory.unpack(file, scratch)
         if folder.exists():  # left half-way by an earlier version
             shutil.rmtree(folder)
         scratch.rename(folder)

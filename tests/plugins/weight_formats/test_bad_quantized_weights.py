@@ -177,7 +177,7 @@ def test_a_scheme_that_no_plugin_serves_is_refused_with_every_reason(plain: Path
     assert (
         f"no linear plugin multiplies by {Q} and 1 more of scheme nf4 in groups of 32 (64 inputs, 128 outputs)" in text
     )
-    assert "numba: N113 weight scheme: needs nf4, offers fp8, int4, int8" in text
+    assert "numba: N113 weight scheme: needs nf4, offers fp8, int4, int6, int8" in text
     assert "dequantized: N004" in text
 
 

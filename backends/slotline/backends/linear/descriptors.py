@@ -33,15 +33,15 @@ numba = Descriptor(
     capabilities=LinearCapabilities(
         devices=Set(("cpu",)),
         dtypes=_FLOATS,
-        schemes=Set(("int8", "int4", "fp8")),
-        scale_groups=Align(multiple_of=32),
+        schemes=Set(("int8", "int6", "int4", "fp8")),
+        scale_groups=Align(exact=(16,), multiple_of=32),
         offsets=Flag(True),
         act_order=Flag(True),
         in_features=Align(multiple_of=32),
         priority=10,
     ),
     factory="slotline.backends.linear.numba_linear:NumbaLinear",
-    summary="int8, int4 and fp8: codes are widened while they are read, compiled by numba",
+    summary="int8, int6, int4 and fp8: codes are widened while they are read, compiled by numba",
 )
 torch_int8 = Descriptor(
     kind=Kind.LINEAR,

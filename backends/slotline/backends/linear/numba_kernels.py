@@ -25,8 +25,9 @@ from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
 CODES, SCALES, OFFSETS, X, SUMS, OUT, SCRATCH, ROWS, INPUTS, GROUPS, TOKENS, THREADS, FIRST, KIND = range(14)
 """Places of the numbers: addresses, then sizes. OFFSETS is 0 for a symmetric scheme, FIRST the first row of a tile."""
-INT8, INT4, FP8 = range(3)
-"""Kinds of codes."""
+INT8, INT4, FP8, INT8_PAIRS, FP8_PAIRS = range(5)
+"""Kinds of codes. Pairs are in groups of 16, two of which count as one group with two scales."""
+_PAIRED = (INT8_PAIRS, FP8_PAIRS)
 FLOAT8_SCALE = np.float32(2.0**120)
 """What the bits of a float8_e4m3fn, shifted to their places in a float32, must be multiplied by."""
 
@@ -144,8 +145,13 @@ class _DotCode:
             part.add_incoming(found, inner)
         b.cbranch(b.icmp_signed("<", following, half), inner, after)
         b.position_at_end(after)
-        scale = b.load(b.inttoptr(self._float_at(scales, group), self.float.as_pointer()))
-        scaled = self._fma(b.fadd(*sums), self._splat(scale), total)
+        if self.kind in _PAIRED:
+            scaled = total
+            for part, scale in zip(sums, self._pair(scales, group), strict=True):
+                scaled = self._fma(part, scale, scaled)
+        else:
+            scale = b.load(b.inttoptr(self._float_at(scales, group), self.float.as_pointer()))
+            scaled = self._fma(b.fadd(*sums), self._splat(scale), total)
         next_group = b.add(group, ir.Constant(self.word, 1))
         group.add_incoming(next_group, after)
         total.add_incoming(scaled, after)
@@ -164,18 +170,17 @@ class _DotCode:
         whole = b.mul(half, ir.Constant(self.word, 2))
         out_at = b.add(out, b.mul(b.mul(group, whole), ir.Constant(self.word, size)))
         codes_at = b.add(codes, b.mul(group, half if self.kind == INT4 else whole))
-        scale = self._splat(b.load(b.inttoptr(self._float_at(scales, group), self.float.as_pointer())))
         there = b.icmp_signed("!=", offsets, zero)
-        safe = b.select(there, self._float_at(offsets, group), self._float_at(scales, group))
-        offset = b.load(b.inttoptr(safe, self.float.as_pointer()))
-        offset = self._splat(b.select(there, offset, ir.Constant(self.float, 0.0)))
+        pairs = self._pair(scales, group), self._pair(b.select(there, offsets, scales), group)
+        nothing = ir.Constant(self.vector, [0.0] * _LANES)
+        scale, offset = pairs[0], [b.select(there, one, nothing) for one in pairs[1]]
         b.branch(inner)
         b.position_at_end(inner)
         place = b.phi(self.word)
         place.add_incoming(zero, outer)
-        for weight, first in zip(self._weights(codes_at, place, half), (zero, half), strict=True):
+        for number, (weight, first) in enumerate(zip(self._weights(codes_at, place, half), (zero, half), strict=True)):
             at = b.add(out_at, b.mul(b.add(place, first), ir.Constant(self.word, size)))
-            self._store(self._fma(weight, scale, offset), at, narrow=narrow)
+            self._store(self._fma(weight, scale[number], offset[number]), at, narrow=narrow)
         following = b.add(place, ir.Constant(self.word, _LANES))
         place.add_incoming(following, inner)
         b.cbranch(b.icmp_signed("<", following, half), inner, after)
@@ -203,7 +208,7 @@ class _DotCode:
             pair = (b.and_(both, self._all(15)), b.lshr(both, self._all(4)))
             return [b.sitofp(b.sub(one, self._all(8)), self.vector) for one in pair]
         pair = (first, self._load(b.add(codes, b.add(place, half)), small))
-        if self.kind == INT8:
+        if self.kind in (INT8, INT8_PAIRS):
             return [b.sitofp(b.sext(one, self.whole), self.vector) for one in pair]
         wide = [b.zext(one, self.whole) for one in pair]
         bits = [
@@ -212,6 +217,14 @@ class _DotCode:
         ]
         scale = ir.Constant(self.vector, [float(FLOAT8_SCALE)] * _LANES)
         return [b.fmul(b.bitcast(one, self.vector), scale) for one in bits]
+
+    def _pair(self, scales: Any, group: Any) -> list[Any]:
+        """Return the scales of the first and of the second half of a group."""
+        b, two = self.builder, ir.Constant(self.word, 2)
+        if self.kind not in _PAIRED:
+            return [self._splat(b.load(b.inttoptr(self._float_at(scales, group), self.float.as_pointer())))] * 2
+        places = (b.add(b.mul(group, two), ir.Constant(self.word, number)) for number in (0, 1))
+        return [self._splat(b.load(b.inttoptr(self._float_at(scales, at), self.float.as_pointer()))) for at in places]
 
     def _raw(self, codes: Any, place: Any) -> list[Any]:
         """Return codes of four bits plus 8, as float32, those of the second half times 16."""
@@ -246,8 +259,8 @@ class _DotCode:
         return self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
 
-_DOTS = {kind: _dot(kind) for kind in (INT8, INT4, FP8)}
-_DECODES = {(kind, narrow): _decode(kind, narrow=narrow) for kind in (INT8, INT4, FP8) for narrow in (False, True)}
+_DOTS = {kind: _dot(kind) for kind in (INT8, INT4, FP8, *_PAIRED)}
+_DECODES = {(kind, narrow): _decode(kind, narrow=narrow) for kind in _DOTS for narrow in (False, True)}
 
 
 @njit(inline="always")
@@ -270,6 +283,7 @@ def _share(told, thread):  # type: ignore[no-untyped-def]
 def _one_token(kind: int, dot: Any) -> Any:
     below = np.float32(8 if kind == INT4 else 0)  # what codes of four bits are read too high
     second = np.float32(16 if kind == INT4 else 1)  # what inputs of a second half are divided by
+    each = 2 if kind in _PAIRED else 1  # scales of a group
 
     def one_token(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (14,))
@@ -277,27 +291,30 @@ def _one_token(kind: int, dot: Any) -> Any:
         size, width = inputs // groups, inputs // 2 if kind == INT4 else inputs
         half, has_offsets = size // 2, told[OFFSETS] != 0
         out = carray(_float32_at(told[OUT]), (rows,))
-        scales = carray(_float32_at(told[SCALES]), (rows, groups))
-        offsets = carray(_float32_at(told[OFFSETS]), (rows, groups))
+        scales = carray(_float32_at(told[SCALES]), (rows, groups * each))
+        offsets = carray(_float32_at(told[OFFSETS]), (rows, groups * each))
         x = carray(_float32_at(told[X]), (groups, 2, half))
-        sums = carray(_float32_at(told[SCRATCH] + thread * inputs * 4), (groups,))
+        sums = carray(_float32_at(told[SCRATCH] + thread * inputs * 4), (groups * each,))
         if has_offsets or kind == INT4:
             for group in range(groups):
                 one, other = np.float32(0), np.float32(0)
                 for i in range(half):
                     one += x[group, 0, i]
                     other += x[group, 1, i]
-                sums[group] = one + other * second
+                if each == 2:
+                    sums[2 * group], sums[2 * group + 1] = one, other
+                else:
+                    sums[group] = one + other * second
         first, last = _share(told, thread)
         for row in range(first, last):
-            found = dot(told[CODES] + row * width, told[SCALES] + row * groups * 4, told[X], groups, half)
+            found = dot(told[CODES] + row * width, told[SCALES] + row * groups * each * 4, told[X], groups, half)
             if kind == INT4:
                 low = np.float32(0)
                 for group in range(groups):
                     low += scales[row, group] * sums[group]
                 found -= low * below
             if has_offsets:
-                for group in range(groups):
+                for group in range(groups * each):
                     found += offsets[row, group] * sums[group]
             out[row] = found
 
@@ -328,6 +345,8 @@ def _one_scale(kind: int) -> Any:
 
 
 def _few_tokens(kind: int, decode: Any) -> Any:
+    scale_bytes = 8 if kind in _PAIRED else 4  # of a group
+
     def few_tokens(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (14,))
         rows, inputs, groups, tokens = told[ROWS], told[INPUTS], told[GROUPS], told[TOKENS]
@@ -338,10 +357,10 @@ def _few_tokens(kind: int, decode: Any) -> Any:
         scratch = carray(_float32_at(at), (inputs,))
         first, last = _share(told, thread)
         for row in range(first, last):
-            offsets = told[OFFSETS] + row * groups * 4 if told[OFFSETS] != 0 else 0
+            offsets = told[OFFSETS] + row * groups * scale_bytes if told[OFFSETS] != 0 else 0
             decode(
                 told[CODES] + row * width,
-                told[SCALES] + row * groups * 4,
+                told[SCALES] + row * groups * scale_bytes,
                 offsets,
                 at,
                 groups,
@@ -366,6 +385,8 @@ def _few_tokens(kind: int, decode: Any) -> Any:
 
 
 def _tile(kind: int, decode: Any, size: int) -> Any:
+    scale_bytes = 8 if kind in _PAIRED else 4  # of a group
+
     def tile(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (14,))
         inputs, groups = told[INPUTS], told[GROUPS]
@@ -373,10 +394,10 @@ def _tile(kind: int, decode: Any, size: int) -> Any:
         first, last = _share(told, thread)
         for place in range(first, last):
             row = told[FIRST] + place
-            offsets = told[OFFSETS] + row * groups * 4 if told[OFFSETS] != 0 else 0
+            offsets = told[OFFSETS] + row * groups * scale_bytes if told[OFFSETS] != 0 else 0
             decode(
                 told[CODES] + row * width,
-                told[SCALES] + row * groups * 4,
+                told[SCALES] + row * groups * scale_bytes,
                 offsets,
                 told[OUT] + place * inputs * size,
                 groups,

@@ -17,9 +17,11 @@ from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
 from slotline.registry.errors import ModelError
 
-KINDS = {"int8": kernels.INT8, "int4": kernels.INT4, "fp8": kernels.FP8}
+KINDS = {"int8": kernels.INT8, "int6": kernels.INT8, "int4": kernels.INT4, "fp8": kernels.FP8}
 FEW = 8
 """Up to so many tokens the product is ours. For more, rows are dequantized in tiles and oneDNN multiplies."""
+PAIRED = 16
+"""Inputs of a group that is too small for two halves of sixteen lanes."""
 TILE = 1 << 20
 """Elements of a tile."""
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
@@ -35,12 +37,16 @@ class NumbaLinear:
         self._scheme, self._kind = context.scheme, KINDS[context.scheme.name]
         self._inputs = context.in_features
         self._groups = context.scheme.scale_shape(1, context.in_features)[1]
+        self._scales = self._groups
+        if context.scheme.group[1] == PAIRED:
+            self._kind = kernels.FP8_PAIRS if context.scheme.name == "fp8" else kernels.INT8_PAIRS
+            self._groups //= 2
         self._size = context.in_features // self._groups
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
         self._scratch = torch.empty(self._threads, self._inputs)
         self._halves = torch.tensor([[1.0], [1 / 16]])  # as `numba_kernels.one_token` wants inputs of four-bit codes
-        plain = self._groups == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
+        plain = self._scales == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
         self._single = kernels.one_scale if plain else kernels.one_token
         self._narrow = self._dtype == torch.bfloat16
         self._tile = torch.empty(0, dtype=self._dtype if self._narrow else torch.float32)
@@ -50,9 +56,9 @@ class NumbaLinear:
         codes, scales = weight.codes, self._by_rows(weight.scales, rows)
         if weight.g_idx is not None:
             order = weight.g_idx.long().argsort(stable=True)
-            if not torch.equal(weight.g_idx.bincount(), torch.full((self._groups,), self._size)):
+            if not torch.equal(weight.g_idx.bincount(), torch.full((self._scales,), self._inputs // self._scales)):
                 raise ModelError(
-                    f"g_idx puts unequal numbers of inputs into {self._groups} groups",
+                    f"g_idx puts unequal numbers of inputs into {self._scales} groups",
                     fix='set weights.linear = "dequantized"',
                 )
             codes = codes[:, order]
@@ -82,7 +88,7 @@ class NumbaLinear:
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         codes = out_features * in_features // (2 if self._kind == kernels.INT4 else 1)
-        scales = out_features * self._groups * 4 * (1 if self._scheme.symmetric else 2)
+        scales = out_features * self._scales * 4 * (1 if self._scheme.symmetric else 2)
         return codes + scales + (8 * in_features if self._scheme.act_order else 0)
 
     def _many(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
@@ -139,7 +145,7 @@ class NumbaLinear:
         """Return scales [rows, groups], those of blocks repeated for each output."""
         block = self._scheme.group[0] or rows
         scales = scales.repeat_interleave(block, 0)[:rows] if block > 1 else scales
-        return scales.expand(rows, self._groups).contiguous()
+        return scales.expand(rows, self._scales).contiguous()
 
 
 @cache

@@ -122,9 +122,9 @@ class ExpertsWorld:
 
     def pack(self) -> dict[str, torch.Tensor]:
         """Return the packed form of copies of the weights."""
-        weights = (copied(weight, self.device) for weight in self.weights)
+        gate_up, down = (copied(weight, self.device) for weight in self.weights)
         biases = [None if bias is None else bias.to(self.device).clone() for bias in self.biases]
-        packed = self.plugin.pack(*weights, *biases)
+        packed = self.plugin.pack(gate_up, down, *biases)
         if not isinstance(packed, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in packed.values()):
             raise Failed(f"pack returned {type(packed).__name__}, expected tensors by name")
         return dict(packed)

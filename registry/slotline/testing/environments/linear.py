@@ -47,7 +47,7 @@ def _declared(subject: Subject) -> Iterator[WeightScheme]:
             if offer.granularities.refusal(granularity) is not None:
                 continue
             fits = [g for g in groups if not g[1] or offer.scale_groups.refusal(g[1]) is None]
-            for group in fits if subject.exhaustive else fits[:1]:
+            for group in fits if subject.exhaustive else dict.fromkeys((*fits[:1], *fits[-1:])):
                 scheme = WeightScheme(name=name, group=group, activation=offer.activation)
                 yield scheme
                 if plain and offer.offsets.support and granularity in ("channel", "group"):
@@ -193,7 +193,7 @@ def copied(weight: QuantizedWeight, device: Any) -> QuantizedWeight:
     """Return a copy of a weight on a device, which a plugin may overwrite."""
     names = ("codes", "scales", "offsets", "g_idx", "input_scale")
     tensors: dict[str, Any] = {name: getattr(weight, name) for name in names}
-    moved = {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
+    moved: dict[str, Any] = {name: None if t is None else t.clone().to(device) for name, t in tensors.items()}
     return QuantizedWeight(scheme=weight.scheme, **moved)
 
 

@@ -29,8 +29,8 @@ class NoOffsets(FloatExperts):
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
     ) -> Packed:
-        plain = (attrs.evolve(weight, offsets=None) for weight in (gate_up, down))
-        return super().pack(*plain, gate_up_bias, down_bias)
+        first, second = (attrs.evolve(weight, offsets=None) for weight in (gate_up, down))
+        return super().pack(first, second, gate_up_bias, down_bias)
 
 
 class NeverInterleaved(FloatExperts):
