@@ -15,7 +15,7 @@ import transformers
 from attrs import evolve
 
 from slotline.core import LLM, SamplingParams
-from slotline.plugins.model_families import checkpoint, inspection, self_check, state_mixers
+from slotline.plugins.model_families import checkpoint, inspection, self_check, state_mixers, trial_runs, tried
 from slotline.plugins.model_families.shrinking import WINDOW
 from slotline.plugins.model_families.transformers_model import TransformersDecoder
 from slotline.plugins.model_families.trial_cache import TrialCache
@@ -92,7 +92,7 @@ def test_an_unlisted_architecture_gives_the_text_of_transformers(model_type: str
         (
             "mvp",
             "MvpForCausalLM",
-            r"inspection cannot follow MvpForCausalLM of .*: ValueError: too many values",
+            "MvpForCausalLM of .* is not served: it computes attention inside its modules",
         ),
         (
             "zaya",
@@ -115,6 +115,13 @@ def test_what_does_not_run_right_is_refused_with_the_reason(
     with pytest.raises(ModelError, match=said) as refusal:
         LLM(str(made(model_type, architecture)), **families_sweep.SETTINGS)
     assert refusal.value.fix
+
+
+@pytest.mark.parametrize("architecture", tried.REFUSED)
+def test_an_architecture_that_is_known_not_to_run_is_refused_with_its_reason(architecture: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "model_type": "any"}))
+    with pytest.raises(ModelError, match=f"{architecture} of .* is not served: {tried.REFUSED[architecture]}"):
+        LLM(str(tmp_path))
 
 
 def test_a_passed_check_is_kept_for_the_next_start(made: Made) -> None:
@@ -202,7 +209,7 @@ def test_the_check_sees_a_wrong_fact_of_attention(
 
 
 def test_the_check_sees_a_lost_state(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "TrialCache", Forgetful)
+    monkeypatch.setattr(trial_runs, "TrialCache", Forgetful)
     path = made("lfm2_moe", SERVED["lfm2_moe"])
     with pytest.raises(ModelError, match=r"layer 0 .* first at position 21, by "):  # where the second chunk begins
         self_check._compare(checkpoint.read(path), None)

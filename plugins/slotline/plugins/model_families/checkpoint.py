@@ -135,6 +135,7 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
     """
     raw = _read_config_json(path)
     architecture = _served_architecture(path, raw, served)
+    tried.refuse(path, architecture)
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise ModelError(

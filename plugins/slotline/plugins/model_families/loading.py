@@ -58,7 +58,7 @@ def load_transformers_model(
     path = context.facts.path
     weights = context.weights
     found = found or checkpoint.read(path, quantized=weights is not None)
-    found, is_part = composite.loadable(found), found.whole is not None
+    text_alone = found.whole is not None and (found := composite.loadable(found)).whole is None
     checkpoint.require_weights(path)
     weight_files.refuse_adapter(path)
     tensors = weight_files.tensors_of(path, found.config)
@@ -73,19 +73,7 @@ def load_transformers_model(
     report_of = _Reports()
     try:
         with _no_progress_bars(), report_of.kept():
-            model, report = found.stored_class.from_pretrained(
-                path if state is None else None,
-                state_dict=state,
-                config=found.stored_config,
-                dtype=dtype,
-                attn_implementation="eager" if found.whole else found.attention(attention),
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                generation_config=GenerationConfig(),  # requests read it, no model does
-                **({"key_mapping": dict(composite.TEXT_KEYS)} if is_part and found.whole is None else {}),
-            )
+            model, report = _from_pretrained(found, state, dtype, found.attention(attention), text_alone=text_alone)
     except MemoryError:
         raise
     except Exception as error:  # readers of several formats, each with errors of its own
@@ -106,6 +94,32 @@ def load_transformers_model(
         quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
     model = structure.find_body(model.eval().requires_grad_(False))
     return inspection.adopted(model, binding.slot_attention)
+
+
+def _from_pretrained(
+    found: Checkpoint, state: Mapping[str, Any] | None, dtype: torch.dtype, attention: str, *, text_alone: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' model and its report on the weights.
+
+    Args:
+        state: the weights by name. None for those in the folder.
+        attention: the attention implementation of a decoder.
+        text_alone: True if the files hold a whole model, of which this is the text part.
+    """
+    loaded: tuple[Any, dict[str, Any]] = found.stored_class.from_pretrained(
+        found.path if state is None else None,
+        state_dict=state,
+        config=found.stored_config,
+        dtype=dtype,
+        attn_implementation="eager" if found.whole else attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused by name
+        generation_config=GenerationConfig(),  # requests read it, no model does
+        **({"key_mapping": dict(composite.TEXT_KEYS)} if text_alone else {}),
+    )
+    return loaded
 
 
 def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -18,30 +18,15 @@ from typing import Any
 
 import torch
 import transformers
-from attrs import define, evolve, field, frozen
+from attrs import frozen
 
-from slotline.plugins.model_families import (
-    binding,
-    inspection,
-    loops,
-    rope,
-    shrinking,
-    state_mixers,
-    structure,
-    temperature,
-)
+from slotline.plugins.model_families import shrinking, trial_runs
 from slotline.plugins.model_families.checkpoint import Checkpoint
-from slotline.plugins.model_families.logits import head_of
-from slotline.plugins.model_families.trial_cache import TrialCache
 from slotline.registry.cache_folder import cache_folder, write_atomic
 from slotline.registry.errors import ModelError, SlotlineError
 from slotline.registry.json_file import read_json
 from slotline.registry.loading import one_line
 
-PROMPTS = (37, 11)
-"""Tokens of the two prompts. The first is longer than four windows or chunks, and comes in two chunks."""
-FIRST_CHUNK = 21
-NEW = 5
 TOLERANCE = 2e-3
 """Largest difference that passes, of the largest number that transformers has after the same layer."""
 SAME_WEIGHTS = 50_000_000
@@ -49,18 +34,6 @@ SAME_WEIGHTS = 50_000_000
 LARGEST = 400_000_000
 FOLDER = "self_checks"
 FIX = "use a model family plugin that serves this architecture, and report it to slotline"
-
-
-@define
-class Trace:
-    """Numbers of one request: after each decoder layer, and the logits of its last prompt token and the next ones."""
-
-    layers: dict[int, list[torch.Tensor]] = field(factory=dict)
-    logits: list[torch.Tensor] = field(factory=list)
-
-    def after(self, layer: int) -> torch.Tensor:
-        """Return [num_tokens, hidden_size]."""
-        return torch.cat(self.layers[layer])
 
 
 @frozen
@@ -129,7 +102,7 @@ def _compare(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> str
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         reference, traces, of_what = _reference(found, state)
-        difference, worst = _difference(_ours(found, reference, traces), traces, reference)
+        difference, worst = _difference(trial_runs.ours(found, reference, traces), traces, reference)
     if difference is not None:
         raise ModelError(
             f"{found.architecture} in {found.path} fails its self-check: {difference.layer} differs from transformers' "
@@ -154,7 +127,7 @@ def _reference(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> t
                     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
                 else:
                     _widen(model)
-                return model, [_generated(model, length) for length in PROMPTS], of_what
+                return model, [trial_runs.generated(model, length) for length in trial_runs.PROMPTS], of_what
             except (MemoryError, SlotlineError):
                 raise
             except Exception as error:  # of transformers' own code, on a configuration that nobody tried
@@ -211,103 +184,10 @@ def _widen(model: torch.nn.Module) -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
 
 
-def _generated(model: Any, length: int) -> tuple[list[int], Trace]:
-    """Return a text, whose end transformers has generated with its cache, and its trace."""
-    vocab = structure.vocab_size(model)
-    tokens = torch.randint(min(5, vocab - 1), vocab, (1, length), generator=torch.Generator().manual_seed(length))
-    trace = Trace()
-    body = structure.find_body(model).base_model
-    handles = [
-        layer.register_forward_hook(_keeping(trace, number, only_new=True))
-        for number, layer in enumerate(getattr(body, "layers", ()))
-    ]
-    result = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=NEW,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    for handle in handles:
-        handle.remove()
-    trace.logits = [step[0].float() for step in result.logits]
-    if not all(bool(one.isfinite().any()) for one in trace.logits):
-        raise ValueError("its logits are not finite")
-    return result.sequences[0].tolist(), trace
-
-
-def _keeping(trace: Trace, number: int, *, only_new: bool) -> Any:
-    def keep(_module: Any, _args: Any, output: Any) -> None:
-        states = output if isinstance(output, torch.Tensor) else output[0]
-        if isinstance(states, torch.Tensor) and states.ndim == 3:
-            before = trace.layers.setdefault(number, [])
-            rows = states[0].detach().float().clone()
-            known = sum(map(len, before))
-            before.append(rows[known:] if only_new and 1 < known < len(rows) else rows)
-
-    return keep
-
-
-def _ours(found: Checkpoint, reference: Any, texts: list[Any]) -> list[Trace]:
-    """Return the traces of the same texts, in one batch, through our forward and the trial cache."""
-    config = deepcopy(reference.config)
-    small = evolve(found, config=config)
-    seen = inspection.look_at(small)
-    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
-    config._attn_implementation = small.attention(binding.ATTENTION_NAME)
-    model = found.model_class(config).float().eval()
-    model.load_state_dict(reference.state_dict(), strict=False)
-    model = inspection.adopted(structure.find_body(model.requires_grad_(False)), binding.slot_attention)
-    holder = binding.bind(model, seen.layers)
-    state_mixers.bind(model, seen.state_layers, holder)
-    rope.freeze(model, PROMPTS[0] + NEW)
-    temperature.settle(model, PROMPTS[0] + NEW)
-    loop, head, cache = loops.plain_loop(model), head_of(model, vetted=found.is_vetted), TrialCache()
-    counts = [0] * len(texts)
-    traces = [Trace() for _ in texts]
-    whole = Trace()
-    for number, layer in enumerate(getattr(model.base_model, "layers", ())):
-        layer.register_forward_hook(_keeping(whole, number, only_new=False))
-    for step in _steps():
-        tokens = torch.tensor([t for r, n in step for t in texts[r][0][counts[r] : counts[r] + n]])
-        places = torch.tensor([p for r, n in step for p in range(counts[r], counts[r] + n)])
-        cache.counts = step
-        with holder.serving(cache.attend, cache.advance):
-            hidden = loop(tokens, places, None, None, None)[0]
-        _divide(whole, traces, step)
-        logits, start = head(hidden), 0
-        for request, count in step:
-            start += count
-            counts[request] += count
-            if counts[request] >= PROMPTS[request]:
-                traces[request].logits.append(logits[start - 1])
-    return traces
-
-
-def _steps() -> list[list[tuple[int, int]]]:
-    """Return the (request, number of new tokens) of each forward."""
-    chunks = [[(0, FIRST_CHUNK)], [(0, PROMPTS[0] - FIRST_CHUNK), (1, PROMPTS[1])]]
-    return chunks + [[(0, 1), (1, 1)]] * (NEW - 1)
-
-
-def _divide(whole: Trace, traces: list[Trace], step: list[tuple[int, int]]) -> None:
-    """Give each request its rows of what a forward left."""
-    for number, calls in whole.layers.items():
-        rows, start = torch.cat(calls), 0
-        for request, count in step:
-            traces[request].layers.setdefault(number, []).append(rows[start : start + count])
-            start += count
-    whole.layers.clear()
-
-
-def _difference(ours: list[Trace], texts: list[Any], model: Any) -> tuple[Difference | None, float]:
+def _difference(ours: list[trial_runs.Trace], texts: list[Any], model: Any) -> tuple[Difference | None, float]:
     """Return the first difference of the traces above the tolerance, and the largest difference."""
     worst = 0.0
-    for own, (_, theirs), length in zip(ours, texts, PROMPTS, strict=True):
+    for own, (_, theirs), length in zip(ours, texts, trial_runs.PROMPTS, strict=True):
         for number in sorted(theirs.layers):
             found, expected = own.layers.get(number), theirs.after(number)
             if found is None or torch.cat(found).shape != expected.shape:
