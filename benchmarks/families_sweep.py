@@ -19,7 +19,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,25 @@ def verdict(model_type: str, architecture: str, settings: Mapping[str, Any] = SE
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep warnings and progress bars of transformers and slotline back."""
+    theirs, before, disabled = transformers.logging, transformers.logging.get_verbosity(), logging.root.manager.disable
+    shown = theirs.is_progress_bar_enabled()
+    theirs.set_verbosity(theirs.CRITICAL)
+    theirs.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        theirs.set_verbosity(before)
+        if shown:
+            theirs.enable_progress_bar()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types, by default all")
@@ -236,18 +256,15 @@ def main() -> None:
     if unknown := set(arguments.names) - names.keys():
         parser.error(f"transformers generates with no model type {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    logging.disable(logging.WARNING)
     settings = {**SETTINGS, **dict(one.split("=", 1) for one in arguments.set)}
     found = {}
-    for name in arguments.names or names:
-        architecture = names[name] if isinstance(names[name], str) else names[name][0]
-        started = time.perf_counter()
-        word, reason = verdict(name, architecture, settings)
-        found[name] = {"architecture": architecture, "verdict": word, "reason": reason}
-        print(f"{time.perf_counter() - started:5.1f} {word:8} {name:22} {architecture:34} {reason}", flush=True)
+    with quiet():
+        for name in arguments.names or names:
+            architecture = names[name] if isinstance(names[name], str) else names[name][0]
+            started = time.perf_counter()
+            word, reason = verdict(name, architecture, settings)
+            found[name] = {"architecture": architecture, "verdict": word, "reason": reason}
+            print(f"{time.perf_counter() - started:5.1f} {word:8} {name:22} {architecture:34} {reason}", flush=True)
     counts = Counter(one["verdict"] for one in found.values())
     print(f"{counts['EQUAL']} of {len(found)} equal: " + ", ".join(f"{n} {word}" for word, n in counts.most_common()))
     if arguments.json:
