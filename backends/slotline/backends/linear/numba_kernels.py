@@ -23,8 +23,10 @@ from numba.extending import intrinsic
 
 from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
-CODES, SCALES, OFFSETS, X, SUMS, OUT, SCRATCH, ROWS, INPUTS, GROUPS, TOKENS, THREADS, FIRST, KIND = range(14)
-"""Places of the numbers: addresses, then sizes. OFFSETS is 0 for a symmetric scheme, FIRST the first row of a tile."""
+CODES, SCALES, OFFSETS, X, OUT, SCRATCH, ROWS, INPUTS, GROUPS, TOKENS, THREADS, FIRST = range(12)
+KERNEL, THREAD_NUM, NUM_THREADS, OWN, PLACES = range(12, 17)
+"""Places of the numbers that a kernel is told: addresses, then sizes. OFFSETS is 0 for a symmetric scheme, and FIRST is
+the first row of a tile. The last ones are for `member`."""
 INT8, INT4, FP8, INT8_PAIRS, FP8_PAIRS = range(5)
 """Kinds of codes. Pairs are in groups of 16, two of which count as one group with two scales."""
 _PAIRED = (INT8_PAIRS, FP8_PAIRS)
@@ -57,6 +59,17 @@ def _int8_at(typingctx: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(types.int8)(types.int64), codegen
+
+
+@intrinsic
+def _ask(typingctx: Any, address: Any) -> Any:
+    """Call the C function ``int()`` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.call(builder.inttoptr(args[0], function), [])
+
+    return types.int32(types.int64), codegen
 
 
 @intrinsic
@@ -286,7 +299,7 @@ def _one_token(kind: int, dot: Any) -> Any:
     each = 2 if kind in _PAIRED else 1  # scales of a group
 
     def one_token(told_at, thread):  # type: ignore[no-untyped-def]
-        told = carray(told_at, (14,))
+        told = carray(told_at, (PLACES,))
         rows, inputs, groups = told[ROWS], told[INPUTS], told[GROUPS]
         size, width = inputs // groups, inputs // 2 if kind == INT4 else inputs
         half, has_offsets = size // 2, told[OFFSETS] != 0
@@ -329,7 +342,7 @@ def _one_scale(kind: int) -> Any:
     read, widen = (_uint8_at, _float8) if kind == FP8 else (_int8_at, _whole)
 
     def one_scale(told_at, thread):  # type: ignore[no-untyped-def]
-        told = carray(told_at, (14,))
+        told = carray(told_at, (PLACES,))
         rows, inputs = told[ROWS], told[INPUTS]
         codes = carray(read(told[CODES]), (rows, inputs))
         scales, out = carray(_float32_at(told[SCALES]), (rows,)), carray(_float32_at(told[OUT]), (rows,))
@@ -348,7 +361,7 @@ def _few_tokens(kind: int, decode: Any) -> Any:
     scale_bytes = 8 if kind in _PAIRED else 4  # of a group
 
     def few_tokens(told_at, thread):  # type: ignore[no-untyped-def]
-        told = carray(told_at, (14,))
+        told = carray(told_at, (PLACES,))
         rows, inputs, groups, tokens = told[ROWS], told[INPUTS], told[GROUPS], told[TOKENS]
         width = inputs // 2 if kind == INT4 else inputs
         x = carray(_float32_at(told[X]), (tokens, inputs))
@@ -388,7 +401,7 @@ def _tile(kind: int, decode: Any, size: int) -> Any:
     scale_bytes = 8 if kind in _PAIRED else 4  # of a group
 
     def tile(told_at, thread):  # type: ignore[no-untyped-def]
-        told = carray(told_at, (14,))
+        told = carray(told_at, (PLACES,))
         inputs, groups = told[INPUTS], told[GROUPS]
         width = inputs // 2 if kind == INT4 else inputs
         first, last = _share(told, thread)
@@ -438,6 +451,22 @@ def tile(kind: int) -> Any:
 def narrow_tile(kind: int) -> Any:
     """Return the same for bfloat16."""
     return cached_cfunc(_SIGNATURE, _tile(kind, _DECODES[kind, True], 2), fastmath=_FAST)
+
+
+def _member(told_at):  # type: ignore[no-untyped-def]
+    told = carray(told_at, (PLACES,))
+    first, step = np.int64(_ask(told[THREAD_NUM])), np.int64(_ask(told[NUM_THREADS]))
+    for thread in range(first, told[THREADS], step):
+        _call(told[KERNEL], told[OWN], thread)
+
+
+@cache
+def member() -> Any:
+    """Return the C function that a thread of a team runs: its shares of KERNEL, told by the array at OWN.
+
+    THREAD_NUM and NUM_THREADS are addresses of OpenMP's functions.
+    """
+    return cached_cfunc(types.void(types.CPointer(types.int64)), _member, fastmath=_FAST)
 
 
 @cached_njit(nogil=True, parallel=True, no_cfunc_wrapper=True)

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from slotline.backends.linear import numba_kernels as kernels
+from slotline.backends.linear.torch_threads import torch_team
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
 from slotline.registry.errors import ModelError
@@ -44,6 +45,7 @@ class NumbaLinear:
         self._size = context.in_features // self._groups
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
+        self._team = torch_team() if self._threads > 1 else None
         self._scratch = torch.empty(self._threads, self._inputs)
         self._halves = torch.tensor([[1.0], [1 / 16]])  # as `numba_kernels.one_token` wants inputs of four-bit codes
         plain = self._scales == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
@@ -121,7 +123,6 @@ class NumbaLinear:
                 packed["scales"].data_ptr(),
                 0 if offsets is None else offsets.data_ptr(),
                 x.data_ptr(),
-                0,
                 out.data_ptr(),
                 self._scratch.data_ptr(),
                 rows,
@@ -129,8 +130,7 @@ class NumbaLinear:
                 self._groups,
                 tokens,
                 self._threads,
-                0,
-                self._kind,
+                *[0] * (kernels.PLACES - kernels.FIRST),
             ),
             np.int64,
         )
@@ -138,8 +138,12 @@ class NumbaLinear:
     def _run(self, kernel: Any, told: np.ndarray[Any, Any]) -> None:
         if self._threads == 1:
             _directly(kernel, self._kind)(told.ctypes.data, 0)
-        else:
+        elif self._team is None:
             kernels.on_threads(kernel(self._kind).address, told, self._threads)
+        else:
+            own, team = told.ctypes.data, self._team
+            told[kernels.KERNEL :] = kernel(self._kind).address, team.thread_num, team.num_threads, own
+            team.run(kernels.member().address, own, self._threads)
 
     def _by_rows(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
         """Return scales [rows, groups], those of blocks repeated for each output."""
