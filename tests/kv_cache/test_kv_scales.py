@@ -130,9 +130,9 @@ def test_scales_are_calculated_from_the_first_step_and_stay(tmp_path: Path) -> N
         largest.setdefault(layer.index, (float(key.abs().max()), float(value.abs().max())))
         return original(layer, key, value, *rest)
 
-    llm.engine.runner.router._routes = {
+    llm.engine.runner.router.routes = {
         index: (write, forward, cache, place)
-        for index, (_, forward, cache, place) in llm.engine.runner.router._routes.items()
+        for index, (_, forward, cache, place) in llm.engine.runner.router.routes.items()
     }
     tokens_of(llm, PROMPTS)
     most = torch.finfo(E4M3).max / HEADROOM

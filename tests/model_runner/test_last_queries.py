@@ -42,10 +42,10 @@ def attended(llm: LLM) -> Iterator[dict[int, list[int]]]:
         return forward
 
     router = llm.engine.runner.router
-    before = router._routes
-    router._routes = {index: (w, counting(forward), c, p) for index, (w, forward, c, p) in before.items()}
+    before = router.routes
+    router.routes = {index: (w, counting(forward), c, p) for index, (w, forward, c, p) in before.items()}
     yield seen
-    router._routes = before
+    router.routes = before
 
 
 def last_of(seen: dict[int, list[int]]) -> tuple[list[int], list[int]]:

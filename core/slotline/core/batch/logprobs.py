@@ -30,10 +30,10 @@ class ScoredPlaces:
     tops: Int
 
     @classmethod
-    def of(cls, num_logprobs: Int, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> ScoredPlaces | None:
+    def of(cls, num_logprobs: Int, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> ScoredPlaces:
         """Build the places from the number that each logits row wants, [n], -1 for none."""
         places = np.flatnonzero(num_logprobs >= 0)
-        return cls(places=places, index=upload(places), tops=num_logprobs[places]) if len(places) else None
+        return cls(places=places, index=upload(places), tops=num_logprobs[places])
 
 
 @frozen(kw_only=True, eq=False)

@@ -410,7 +410,7 @@ class Engine:
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         """Gather a step's inputs and start its forward pass."""
         with self.profiler.scope("gather"):
-            prefixes = self.cascade.of_step(schedule)
+            prefixes = self.cascade.of_step(schedule) if self.cascade.finds else self.cascade.none
             variant = 0
             for choose in self.extensions.graph_variant:
                 variant = choose(schedule.rows)

@@ -102,7 +102,11 @@ class DispatchedAttention:
         if wanted:
             return router.attend_wanted(layer, query, key, value, sinks, written)
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-        router.serve(layer, query, key, value, sinks, out, written)
+        write, forward, cache, position = router.routes[layer.index]  # as `serve`, without a call for each layer
+        plan = router.step.plans[position]
+        if write is not None and not written:
+            write(layer, key, value, cache, plan)
+        forward(layer, query, key, value, cache, plan, out, sinks)
         return out
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
@@ -155,6 +159,9 @@ class AttentionDispatcher:
 
     Attributes:
         fast_prefill: whether any group's layers get only a step's wanted tokens.
+        routes: by layer index, its `write`, its `forward`, its cache and the place of its group. `write` is None if
+            `forward` stores keys.
+        step: plans in force.
         checks: of the outputs of backends in eager steps. None for no checks.
     """
 
@@ -168,9 +175,9 @@ class AttentionDispatcher:
         self.groups = tuple(groups)
         self.checks = checks
         self.fast_prefill = any(group.fast_prefill for group in groups)
-        self._step = StepPlans([], ())
+        self.step = StepPlans([], ())
         self._one_device = len({group.device for group in groups}) < 2
-        self._routes = {
+        self.routes = {
             layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
             for position, group in enumerate(groups)
             for layer in group.layers
@@ -185,12 +192,12 @@ class AttentionDispatcher:
             evolve(g, layers=tuple(layer for layer in g.layers if layer in layers), batch=read.index(g.batch))
             for g in groups
         ]
-        caches = {layer.index: self._routes[layer.index][2] for layer in layers}
+        caches = {layer.index: self.routes[layer.index][2] for layer in layers}
         return AttentionDispatcher(groups, caches, self.checks, self._is_capturing), read
 
     def caches(self) -> list[KVCache]:
         """Return the caches of all layers, in the layers' order."""
-        return [route[2] for _, route in sorted(self._routes.items())]
+        return [route[2] for _, route in sorted(self.routes.items())]
 
     def plan(
         self,
@@ -238,19 +245,19 @@ class AttentionDispatcher:
 
     def bind_plans(self, plans: StepPlans) -> Attend:
         """Return attention under plans that were made before. Only the plans of the last call are in force."""
-        self._step = plans
+        self.step = plans
         return DispatchedAttention(self) if self.checks is None else ServedAttention(self, self._attend_checked)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """Return the slots for new keys like `key` and the values of a layer, if the model may store them itself."""
-        write, _, cache, position = self._routes[layer.index]
+        write, _, cache, position = self.routes[layer.index]
         if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
             return None
-        return CacheSlots(cache, self._step.batches[self.groups[position].batch].slot_mapping)
+        return CacheSlots(cache, self.step.batches[self.groups[position].batch].slot_mapping)
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
-        return self._step.wanted is not None and self.groups[self._routes[layer.index][3]].last_queries
+        return self.step.wanted is not None and self.groups[self.routes[layer.index][3]].last_queries
 
     def _attend_checked(
         self,
@@ -267,11 +274,11 @@ class AttentionDispatcher:
         """
         if self.checks is None or is_captured():
             return DispatchedAttention(self)(layer, query, key, value, sinks, written=written)
-        position = self._routes[layer.index][3]
+        position = self.routes[layer.index][3]
         group = self.groups[position]
-        batch = self._step.batches[group.batch]
-        if self._step.wanted is not None and group.fast_prefill:
-            batch = self._step.wanted.batch(batch)
+        batch = self.step.batches[group.batch]
+        if self.step.wanted is not None and group.fast_prefill:
+            batch = self.step.wanted.batch(batch)
         out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
         shown = ShownBatch.of(batch)
         returned = self.serve(layer, query, key, value, sinks, out, written)
@@ -293,8 +300,8 @@ class AttentionDispatcher:
         All keys and values are stored first. For the backend it is then a step of only the wanted tokens, with the
         other tokens in the cache.
         """
-        write, forward, cache, position = self._routes[layer.index]
-        group, step = self.groups[position], self._step
+        write, forward, cache, position = self.routes[layer.index]
+        group, step = self.groups[position], self.step
         assert step.wanted is not None
         if write is not None and not written:
             write(layer, key, value, cache, step.plans[position])
@@ -356,8 +363,8 @@ class AttentionDispatcher:
         written: bool = False,
     ) -> object:
         """Store a layer's new keys and values, unless they are `written`, and attend: into `out`."""
-        write, forward, cache, position = self._routes[layer.index]
-        plan = self._step.plans[position]
+        write, forward, cache, position = self.routes[layer.index]
+        plan = self.step.plans[position]
         if write is not None and not written:
             write(layer, key, value, cache, plan)
         return forward(layer, query, key, value, cache, plan, out, sinks)

@@ -7,6 +7,7 @@ of that shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,16 +111,20 @@ class AttentionMetadataBuilder:
         sent = [
             feed.send(positions, host.slots, host.starts32, seq_lens, fixed_lens, host.prefixes) for feed in self.feeds
         ]
-        extras = {name: gather(host, first.upload) for name, gather in self._gather_captured}
+        extras: dict[str, Any] = {}
+        for name, gather in self._gather_captured:
+            extras[name] = gather(host, first.upload)
         for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
-        extras |= {name: gather(host, first.upload) for name, gather in self._gather}
+        for name, gather in self._gather:
+            extras[name] = gather(host, first.upload)
         stand_ins = None
         if self._last_tokens is not None and host.pending is None:
             stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows))
         sampling, params = self._sampling(host)
-        scored = ScoredPlaces.of(self._rows.num_logprobs[host.logits_rows], last.upload)
+        num_logprobs = self._rows.num_logprobs[host.logits_rows]
+        scored = ScoredPlaces.of(num_logprobs, last.upload) if num_logprobs.max(initial=-1) >= 0 else None
         wanted = None
         if host.cuts_wanted and shape is None and len(host.logits_indices) < host.num_tokens:
             wanted = FastPrefillBatch.of(host.starts, host.logits_indices, logits_indices, last.upload)

@@ -16,7 +16,10 @@ class CommonPrefixes:
 
     Attributes:
         none: a length of 0 for each of them.
+        finds: whether a step may have any, so that `of_step` is asked.
     """
+
+    finds = False
 
     def __init__(self, num_groups: int = 0) -> None:
         self.none = (0,) * num_groups

@@ -125,6 +125,10 @@ class InputPreparer:
             pending=self.rows.num_pending[rows] > 0 if self._has_bounds else None,
             token_rows=token_rows,
             variant=variant,
+            num_tokens=schedule.num_tokens,
+            batch_tokens=schedule.num_tokens,
+            max_query_len=1 if schedule.num_decodes == len(rows) else int(counts.max()),
+            max_seq_len=int(seq_lens.max()),
         )
         if spec_positions is not None:
             for arrange in self._arrange:

@@ -138,7 +138,8 @@ class ModelRunner:
     def launch(self, inputs: ModelInputs) -> ForwardOutput:
         """Plan attention and start the forward pass."""
         whole = self.rows.score_prompts(inputs.rows)
-        whole |= any(wants(inputs) for wants in self.extensions.wants_all_hidden)
+        for wants in self.extensions.wants_all_hidden:
+            whole = whole or wants(inputs)
         for begin in self.extensions.begin_logits:
             begin(inputs)
         attend, hidden, logits, extras = self._compute(inputs, whole=whole)
@@ -157,7 +158,10 @@ class ModelRunner:
 
     def plan(self, inputs: ModelInputs) -> Attend:
         """Plan a step's attention and what extensions run."""
-        attend = self.router.plan(inputs.batches, inputs.wanted, self._precomputed(inputs))
+        precomputed = frozenset[str]()
+        if inputs.shape is not None and self.graphs is not None:
+            precomputed = self.graphs.precomputed_groups(inputs.shape)
+        attend = self.router.plan(inputs.batches, inputs.wanted, precomputed)
         self.plan_others(inputs)
         return attend
 
@@ -171,7 +175,7 @@ class ModelRunner:
         """Run the model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
-        token_ids = self.token_ids(inputs)
+        token_ids = inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
         states: dict[str, Any] = {}
         if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
@@ -195,12 +199,6 @@ class ModelRunner:
             return self.graphs.replay(inputs)
         hidden = self.forward(inputs, attend, None if whole else self.head.wanted(inputs))
         return hidden, None, self.extensions.results() if self.extensions.take_results else {}
-
-    def _precomputed(self, inputs: ModelInputs) -> frozenset[str]:
-        """Return the attention groups whose plans were made at the capture."""
-        if inputs.shape is None or self.graphs is None:
-            return frozenset()
-        return self.graphs.precomputed_groups(inputs.shape)
 
 
 class SamplingHead:
@@ -244,8 +242,8 @@ class SamplingHead:
         All earlier tokens must be known, since processors read them.
         """
         inputs, scope = launched.inputs, self.profiler.scope
-        if (draws := self._plain_draws(inputs, whole=launched.whole)) is not None:
-            return self._drawn_plainly(launched, draws)
+        if self.plain_draws is not None and self._draws_plainly(inputs, whole=launched.whole):
+            return self._drawn_plainly(launched, self.plain_draws)
         with scope("logits"):
             states, logits = self._wanted(launched)
         batch = inputs.sampling
@@ -268,10 +266,14 @@ class SamplingHead:
             tokens, final = drawn.tokens, drawn.final
             for revise in self.extensions.revise_tokens:
                 tokens = revise(tokens, final, inputs)
-            extras = {name: keep(launched, states) for name, keep in self.extensions.keep_states}
+            extras: dict[str, Any] = {}
+            for name, keep in self.extensions.keep_states:
+                extras[name] = keep(launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
-            sampled = processed.mark(tokens, self.ops, all_greedy=inputs.sampling_params is None)
+            sampled = tokens
+            if processed.touched is not None:
+                sampled = processed.mark(tokens, self.ops, all_greedy=inputs.sampling_params is None)
             if drawn.holds_nan is not None:
                 sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
             arriving = self.staging.download(sampled)
@@ -337,16 +339,16 @@ class SamplingHead:
             spoiled=spoiled,
         )
 
-    def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> TokenSampler | None:
-        """Return the fast sampler if a step needs nothing but plain draws, else None."""
-        if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
-            return None
+    def _draws_plainly(self, inputs: ModelInputs, *, whole: bool) -> bool:
+        """Return True if a step needs nothing but plain draws."""
+        if inputs.stand_ins is None or inputs.scored is not None:
+            return False
         if whole or self.count_nans or self.extensions.process_logits:
-            return None
+            return False
         batch = inputs.sampling
         if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
-            return None
-        return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
+            return False
+        return not self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy)
 
     def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
         """Draw the tokens of a step with the fast sampler."""

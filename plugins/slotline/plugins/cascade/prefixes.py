@@ -57,6 +57,8 @@ class Cascade(CommonPrefixes):
         rows: the request table.
     """
 
+    finds = True
+
     def __init__(self, groups: Sequence[CascadeGroup | None], rows: RequestTable) -> None:
         super().__init__(len(groups))
         self._groups = tuple(groups)
