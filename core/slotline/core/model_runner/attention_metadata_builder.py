@@ -98,8 +98,7 @@ class AttentionMetadataBuilder:
 
     def assemble(self, host: InputBatchCPU, shape: GraphShape | None) -> ModelInputs:
         """Pad to the shape, if there is one, and upload."""
-        if shape is not None:
-            host = host.pad(shape, null_row=self._rows.max_requests)
+        host = host if shape is None else host.pad(shape, null_row=self._rows.max_requests)
         positions, seq_lens = host.positions, host.seq_lens32
         if host.pending is not None:  # on a CPU an upload is a view, which the device would change
             positions, seq_lens = positions.copy(), seq_lens.copy()
@@ -119,9 +118,8 @@ class AttentionMetadataBuilder:
         logits_indices = last.upload(host.logits_indices)
         for name, gather in self._gather:
             extras[name] = gather(host, first.upload)
-        stand_ins = None
-        if self._last_tokens is not None and host.pending is None:
-            stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows))
+        last_tokens = None if host.pending is not None else self._last_tokens
+        stand_ins = None if last_tokens is None else first.upload(last_tokens.stand_ins(host.logits_rows))
         sampling, params = self._sampling(host)
         num_logprobs = self._rows.num_logprobs[host.logits_rows]
         scored = ScoredPlaces.of(num_logprobs, last.upload) if num_logprobs.max(initial=-1) >= 0 else None
@@ -130,10 +128,6 @@ class AttentionMetadataBuilder:
             wanted = FastPrefillBatch.of(host.starts, host.logits_indices, logits_indices, last.upload)
         for feed in self.feeds:
             feed.staging.flush()
-        tables = [feed.tables.take(host.max_seq_len) for feed in self.feeds]
-        batches = self._batches(host, sent, tables, fixed_lens)
-        if self._has_uncached:
-            batches += (_uncached(host, sent[0]),)
         return ModelInputs(
             rows=host.rows,
             num_scheduled=host.counts,
@@ -147,7 +141,7 @@ class AttentionMetadataBuilder:
             query_start_loc=sent[-1].query_start_loc,
             query_start_loc_cpu=host.starts32,
             seq_lens_cpu=host.seq_lens32,
-            batches=batches,
+            batches=self._batches(host, sent, fixed_lens),
             shape=shape,
             stand_ins=stand_ins,
             sampling=sampling,
@@ -172,15 +166,11 @@ class AttentionMetadataBuilder:
         return batch, self.feeds[-1].staging.upload(batch.packed()) if packs else None
 
     def _batches(
-        self,
-        host: InputBatchCPU,
-        sent: Sequence[UploadedInputs],
-        tables: Sequence[Sequence[torch.Tensor]],
-        fixed_lens: Int32,
+        self, host: InputBatchCPU, sent: Sequence[UploadedInputs], fixed_lens: Int32
     ) -> tuple[AttentionBatch, ...]:
-        """Build the attention batches, by stage and cache group."""
-        prefixes = host.prefixes
-        return tuple(
+        """Build the attention batches, by stage and cache group, then that of layers without a cache, if there are."""
+        prefixes, tables = host.prefixes, [feed.tables.take(host.max_seq_len) for feed in self.feeds]
+        batches = tuple(
             self._of_group(
                 group,
                 there,
@@ -205,6 +195,7 @@ class AttentionMetadataBuilder:
             for feed, there, taken in zip(self.feeds, sent, tables, strict=True)
             for group, table, slot_mapping in zip(feed.cache_groups, taken, there.slot_mappings, strict=True)
         )
+        return (*batches, _uncached(host, sent[0])) if self._has_uncached else batches
 
     def _of_group(self, group: int, sent: UploadedInputs, fixed_lens: Int32, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch as the cache group sees it: with the fixed number of keys if the group has one."""

@@ -87,9 +87,18 @@ class InputPreparer:
         on the device, in `prepare_inputs`, and gathers the inputs of sampling once that step was handed out, in
         `settle_step`.
         """
-        rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
-        if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, variant)) is not None:
+        if self.repeats is None:
+            return self.assembler.assemble(self._batch(schedule, prefixes, variant), shape)
+        if (again := self.repeats.next(schedule, shape, prefixes, variant)) is not None:
             return again
+        host = self._batch(schedule, prefixes, variant)
+        inputs = self.assembler.assemble(host, shape)
+        self.repeats.keep(schedule, inputs, host.input_ids, prefixes, variant)
+        return inputs
+
+    def _batch(self, schedule: SchedulerOutput, prefixes: Sequence[int], variant: int) -> InputBatchCPU:
+        """Gather a step on the host."""
+        rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         known = self.rows.num_tokens[rows]
@@ -133,10 +142,7 @@ class InputPreparer:
         if spec_positions is not None:
             for arrange in self._arrange:
                 host = arrange(host)
-        inputs = self.assembler.assemble(host, shape)
-        if self.repeats is not None:
-            self.repeats.keep(schedule, inputs, host.input_ids, prefixes, variant)
-        return inputs
+        return host
 
     def dummy(
         self,
