@@ -25,7 +25,7 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
     Raises:
         ModelError: if there is no checkpoint at `path`, or no family serves it.
     """
-    architectures, model_type = _architectures(path, key)
+    architectures = _architectures(path, key)
     candidates = registry.candidates(Kind.MODEL_FAMILY)
     for descriptor in candidates:
         if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
@@ -33,12 +33,8 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
     for descriptor in candidates:
         if descriptor.capabilities.by_inspection.support:
             family: InspectingFamily = registry.build(descriptor)
-            if any(family.takes_on(name) for name in architectures or family.architectures_of(model_type)):
+            if any(family.takes_on(name) for name in architectures):
                 return descriptor, family
-    if not architectures:
-        raise ModelError(
-            f"{str(path / 'config.json')!r} names no architecture", fix='add "architectures": ["..."] to it'
-        )
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
     hint = family_hint(architectures[0], served)
     raise ModelError(
@@ -52,8 +48,8 @@ def model_notes(facts: ModelFacts) -> tuple[Note, ...]:
     return tuple(Note(code="N306", key="model", text=text) for text in facts.notes)
 
 
-def _architectures(path: Path, key: str) -> tuple[list[str], str]:
-    """Read the names under `architectures` in config.json, and the type of a model that only decodes."""
+def _architectures(path: Path, key: str) -> list[str]:
+    """Read the names under `architectures` in config.json."""
     file = path / "config.json"
     try:
         there, has_config = path.is_dir(), file.is_file()
@@ -83,4 +79,6 @@ def _architectures(path: Path, key: str) -> tuple[list[str], str]:
         raise ModelError(
             f"{str(file)!r}: architectures = {names!r} is no list of names", fix='write "architectures": ["..."]'
         )
-    return names, "" if content.get("is_encoder_decoder") else str(content.get("model_type", ""))
+    if not names:
+        raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
+    return names

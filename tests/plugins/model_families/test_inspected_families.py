@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -244,19 +243,6 @@ def test_an_index_of_keys_ends_the_served_length_where_it_leaves_keys_out(
     with pytest.raises(ModelError, match=f"picks {longest} keys by an index .* max_model_len is 128") as refusal:
         LLM(str(tmp_path), **families_sweep.SETTINGS)
     assert refusal.value.fix == f"set scheduler.max_model_len = {longest} or less"
-
-
-def test_a_configuration_without_architectures_is_known_by_its_model_type(made: Made, tmp_path: Path) -> None:
-    path = made("stablelm", "StableLmForCausalLM")
-    shutil.copytree(path, tmp_path, dirs_exist_ok=True)
-    config = json.loads((path / "config.json").read_text())
-    del config["architectures"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    runs, _ = families_sweep.of_slotline(tmp_path, families_sweep.SETTINGS)
-    assert not families_sweep.difference(runs, families_sweep.of_transformers(path, "StableLmForCausalLM"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobody"}))
-    with pytest.raises(ModelError, match="names no architecture"):
-        LLM(str(tmp_path), **families_sweep.SETTINGS)
 
 
 def test_a_vetted_hybrid_without_a_state_runs(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
-    named = raw.get("architectures") or tried.architectures_of(str(raw.get("model_type")))
+    named = raw.get("architectures") or []
     whole = not any(tried.is_tried(name) for name in named)
     if raw.get("is_encoder_decoder") and whole and not set(named) & set(SPEECH):
         raise ModelError(

@@ -48,10 +48,6 @@ class TransformersDecoder:
         """See `slotline.registry.contracts.model_family.InspectingFamily.takes_on`."""
         return tried.is_tried(architecture)
 
-    def architectures_of(self, model_type: str) -> list[str]:
-        """See `slotline.registry.contracts.model_family.InspectingFamily.architectures_of`."""
-        return tried.architectures_of(model_type)
-
     def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         return quantized_inspect.inspect(Path(path)) if quantized else inspection.inspect(Path(path))

@@ -63,11 +63,3 @@ def _known() -> frozenset[str]:
         for value in names.values():
             known.update((value,) if isinstance(value, str) else value)
     return frozenset(known)
-
-
-def architectures_of(model_type: str) -> list[str]:
-    """Return the class that generates text of a model type, for a configuration that names none. Empty if unknown."""
-    from transformers.models.auto import modeling_auto
-
-    found = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
-    return [found] if isinstance(found, str) else list(found)[:1]

@@ -490,7 +490,3 @@ class InspectingFamily(ModelFamily, Protocol):
     def takes_on(self, architecture: str) -> bool:
         """Return True if `inspect` can find out whether it serves an architecture outside the declared set."""
         ...
-
-    def architectures_of(self, model_type: str) -> Sequence[str]:
-        """Return the architectures to try for a config.json that names none, by its `model_type`. Empty if unknown."""
-        ...
