@@ -29,6 +29,9 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.STRUCTURED_OUTPUT: {"structured_output.backend": "broken"},
     Kind.DEVICE: {"device": "broken"},
     Kind.EXTENSION: {"extensions.broken": {}},
+    Kind.LINEAR: {"weights.quantize": "int8", "weights.linear": "broken"},
+    Kind.EXPERTS: {"weights.quantize": "int8", "weights.experts": "broken"},
+    Kind.WEIGHT_FORMAT: {"weights.quantize": "int8", "plugins.block": ("weight_format:online",)},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -43,13 +46,16 @@ REMEDIES = {
     Kind.STRUCTURED_OUTPUT: r"structured_output\.backend",
     Kind.DEVICE: r"in device",
     Kind.EXTENSION: r"its table",
+    Kind.LINEAR: r"weights\.linear",
+    Kind.EXPERTS: r"weights\.experts",
+    Kind.WEIGHT_FORMAT: r"\[plugins\] block",
 }
 
 
 def start(tiny: Tiny, kind: Kind, how: str) -> None:
     """Build an engine with the plugin of `broken_plugins.py`."""
-    path = tiny("mamba2") if kind is Kind.STATE else None
-    LLM(path, **{**DEFAULTS, **SETTINGS[kind], "plugins.inline": (inline(kind, how),)})
+    path = {Kind.STATE: "mamba2", Kind.EXPERTS: "mixtral"}.get(kind)
+    LLM(path and tiny(path), **{**DEFAULTS, **SETTINGS[kind], "plugins.inline": (inline(kind, how),)})
 
 
 def inline(kind: Kind, how: str) -> str:

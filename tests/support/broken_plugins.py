@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import extension_plugins
 from attrs import evolve
 
 from slotline.backends import torch_sdpa, torch_state
+from slotline.backends.linear import descriptors as linears
 from slotline.core.device import cpu_plugin
 from slotline.plugins.kv_connectors import host_memory
 from slotline.plugins.kv_specs import full
@@ -15,6 +17,7 @@ from slotline.plugins.logits_processors import no_repeat_ngram
 from slotline.plugins.lora import grouped
 from slotline.plugins.model_families import decoder
 from slotline.plugins.structured_output import llguidance
+from slotline.plugins.weight_formats import descriptors as weight_formats
 from slotline.proposers import ngram
 
 
@@ -49,6 +52,9 @@ _SHIPPED = {
     "structured_output": llguidance,
     "device": cpu_plugin,
     "extension": extension_plugins,
+    "linear": SimpleNamespace(descriptor=linears.dequantized),
+    "experts": SimpleNamespace(descriptor=linears.dequantized_experts),
+    "weight_format": SimpleNamespace(descriptor=weight_formats.online),
 }
 
 

@@ -8,6 +8,8 @@ Four-bit codes are unsigned. They are set into the mantissa of a float32 at bit 
 the code exactly: this takes a mask, and no conversion of integers, of which a multiprocessor does few at a time.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

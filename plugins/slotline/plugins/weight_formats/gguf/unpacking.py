@@ -42,15 +42,16 @@ def unpack(path: Path, folder: Path) -> None:
         )
 
         reader = GGUFReader(str(path))
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         architecture = read_field(reader, "general.architecture")[0]
         parsed = load_gguf_checkpoint(str(path))["config"]
         processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
         names = get_gguf_hf_weights_map(model, processor)
         tensors, types = _tensors(path, reader, processor, names)
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
     said = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     said |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "gguf", "types": types}}
     if (factors := next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)) is not None:
