@@ -41,7 +41,8 @@ def settings_of(kind: Kind, method: str, how: str) -> tuple[dict[str, Any], str]
 
 def model_of(tiny: Tiny, kind: Kind) -> Path | None:
     """A model that the kind has work for; None for the small one, which has a tokenizer."""
-    return None if kind is Kind.STRUCTURED_OUTPUT else tiny("mamba2" if kind is Kind.STATE else "llama")
+    families = {Kind.STATE: "mamba2", Kind.EXPERTS: "mixtral"}
+    return None if kind is Kind.STRUCTURED_OUTPUT else tiny(families.get(kind, "llama"))
 
 
 ASKED = [

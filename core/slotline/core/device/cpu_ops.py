@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,11 +22,11 @@ class CpuOps(TorchOps):
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Leave it to NumPy, whose search for the largest of a row is vectorised, as torch's is not."""
-        return torch.from_numpy(logits.numpy().argmax(-1))
+        return torch.from_numpy(_numbers(logits).argmax(-1))
 
     def argmax_checked(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Look at the largest only: NumPy finds the first NaN of a row where there is one."""
-        numbers = logits.numpy()
+        numbers = _numbers(logits)
         tokens = numbers.argmax(-1)
         holds_nan = np.isnan(numbers[np.arange(len(tokens)), tokens])
         return torch.from_numpy(tokens), torch.from_numpy(holds_nan) if holds_nan.any() else None
@@ -70,3 +72,9 @@ class CpuOps(TorchOps):
         return super().mark_unusable(
             logits, raw, touched, tokens, not_finite=not_finite, none_left=none_left, all_greedy=all_greedy
         )
+
+
+def _numbers(logits: torch.Tensor) -> npt.NDArray[np.floating[Any]]:
+    """Return the same numbers as NumPy has them. It has no bfloat16."""
+    found: npt.NDArray[np.floating[Any]] = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
+    return found
