@@ -266,6 +266,8 @@ class EngineBuilder:
             batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,
             captured=planned.plan.graphs.any_captured,
+            load_format=planned.load_format,
+            progress=config.observability.progress,
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
         )

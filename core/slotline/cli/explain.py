@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _planned(loaded: LoadedConfig) -> Planned:
     from slotline.planner.plan import make_plan
 
-    planned = make_plan(loaded)
+    planned = make_plan(loaded, weights=False)
     warn((*planned.loaded.warnings, *planned.registry.warnings))
     return planned
 

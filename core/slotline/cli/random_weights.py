@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slotline.planner.auto_config import auto_config
+from slotline.planner.hub import find_hub_model
 from slotline.registry.config import LoadedConfig
 
 
@@ -16,7 +17,8 @@ def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
     """Yield the checkpoint's folder, or a temporary one with random weights if the checkpoint has no weights."""
     from slotline.planner.plan import SMALL_MODEL
 
-    path = loaded.path("model") or SMALL_MODEL
+    hub = find_hub_model(loaded, weights=not random)
+    path = hub.folder if hub is not None else loaded.path("model") or SMALL_MODEL
     if not (path / "config.json").is_file() or (not random and _has_weights(path)):
         yield path  # the reader refuses a folder that is no checkpoint
         return

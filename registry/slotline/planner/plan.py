@@ -44,6 +44,7 @@ from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
+from slotline.planner.weight_source import find_source
 from slotline.planner.weights import (
     WeightsChoice,
     choose_format,
@@ -108,6 +109,7 @@ class Planned:
         sampling_defaults: values for parameters that a request leaves out, by the names of `SamplingParams`.
         plan: the negotiated plan.
         weights: the plugins for quantized weights, None for plain weights.
+        load_format: form that the weights are read in: ``hf`` or ``dummy``.
     """
 
     loaded: LoadedConfig
@@ -138,6 +140,7 @@ class Planned:
     sampling_defaults: Mapping[str, Any]
     plan: Plan
     weights: WeightsChoice | None = None
+    load_format: str = "hf"
 
     @property
     def device(self) -> str:
@@ -186,21 +189,24 @@ class Planned:
         return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
 
 
-def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
+def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True, weights: bool = True) -> Planned:
     """Discover the plugins, inspect the model and negotiate.
 
     Args:
         use_measurements: let measurements of `slotline tune` decide settings that the configuration leaves open.
+        weights: False to plan without downloading the weights of a model on the Hub.
 
     Raises:
         SlotlineError: of the kind that fits. Nothing has been allocated then.
     """
     registry = PluginRegistry.discover(loaded)
     with registry.built.naming():
-        return _negotiated(loaded, registry, use_measurements=use_measurements)
+        return _negotiated(loaded, registry, use_measurements=use_measurements, weights_wanted=weights)
 
 
-def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool) -> Planned:
+def _negotiated(
+    loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool, weights_wanted: bool
+) -> Planned:
     """Negotiate a plan with these plugins."""
     config = loaded.config
     _load_named(loaded, registry)
@@ -211,10 +217,12 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
     info = describe_devices(there, own)
     devices = tuple(device.torch_device for device in named)
-    path = unpacked(registry, loaded.path("model") or SMALL_MODEL)
+    source = find_source(loaded, SMALL_MODEL, weights=weights_wanted)
+    path = unpacked(registry, source.path)
     family_descriptor, family = family_for(registry, path)
-    weight_format = choose_format(loaded, registry, path, family_descriptor)
-    facts = family.inspect(path) if weight_format is None else family.inspect(path, quantized=True)  # type: ignore[call-arg]
+    source = source.of_family(family_descriptor)
+    weight_format = choose_format(loaded, registry, path, family_descriptor) if source.read else None
+    facts = family.inspect(path, **source.look) if weight_format is None else family.inspect(path, quantized=True)  # type: ignore[call-arg]
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
@@ -267,13 +275,14 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(
             setting,
-            *filter(None, (defaults.setting,)),
+            *filter(None, (defaults.setting, source.setting)),
             asynchronous,
             grammars.setting,
             *fast_prefill.settings,
             *microbatches,
         ),
     )
+    request = evolve(request, facts={**request.facts, **source.facts})
     request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
     if whole_prompts(facts):
         refuse_cache_dtype(loaded, facts)
@@ -371,6 +380,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         sampling_defaults=defaults.values,
         plan=plan,
         weights=weights,
+        load_format=source.format,
     )
     planned.check_options()
     return planned

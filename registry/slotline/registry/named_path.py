@@ -58,6 +58,23 @@ def explain_name(text: str) -> tuple[str, str] | None:
     return None
 
 
+def hub_name(text: str) -> str | None:
+    """Return the name of a model on the Hugging Face Hub, or None if a text is none or is nearly a local path."""
+    path = os.path.expanduser(text)
+    if not _HUB_ID.fullmatch(text) or ".." in text or os.path.lexists(path) or _near(path):
+        return None
+    suffix = os.path.splitext(path)[1].lower()
+    return None if suffix in (*_WEIGHTS, ".gguf", ".json", ".toml") else text
+
+
+def hub_cache() -> Path:
+    """Return the folder of the Hub's local cache, as the environment names it now."""
+    data = os.environ.get("XDG_CACHE_HOME", os.path.join("~", ".cache"))
+    home = os.environ.get("HF_HOME", os.path.join(data, "huggingface"))
+    cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
+    return Path(os.path.expandvars(os.path.expanduser(cache)))
+
+
 def _folder(path: str) -> str:
     return repr(os.path.dirname(path) or ".")
 
@@ -78,8 +95,6 @@ def _near(path: str) -> str | None:
 
 
 def _in_hub_cache(model: str) -> str | None:
-    home = os.environ.get("HF_HOME", os.path.join("~", ".cache", "huggingface"))
-    cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
-    snapshots = Path(os.path.expanduser(cache), f"models--{model.replace('/', '--')}", "snapshots")
+    snapshots = hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
     found = sorted(snapshots.glob("*/config.json"))
     return str(found[-1].parent) if found else None

@@ -125,14 +125,18 @@ def recording_attention(
     return query.new_empty((1, query.shape[2], query.shape[1], size)), None
 
 
-def inspect(path: Path) -> ModelFacts:
+def inspect(path: Path, *, weights: bool = True) -> ModelFacts:
     """Look at a checkpoint without reading weights.
+
+    Args:
+        weights: False for a folder that may hold no weights.
 
     Raises:
         ModelError: if the folder is no checkpoint of a served architecture.
     """
     found = checkpoint.read(path)
-    weight_sizes.require_weights(found)
+    if weights:
+        weight_sizes.require_weights(found)
     return facts_of(found)
 
 

@@ -16,6 +16,7 @@ from slotline.plugins.model_families import (
     inspection,
     loading,
     offload,
+    random_weights,
     rope,
     self_check,
     sparse_index,
@@ -48,9 +49,11 @@ class TransformersDecoder:
         """See `slotline.registry.contracts.model_family.InspectingFamily.takes_on`."""
         return tried.is_tried(architecture)
 
-    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False, weights: bool = True) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
-        return quantized_inspect.inspect(Path(path)) if quantized else inspection.inspect(Path(path))
+        if quantized:
+            return quantized_inspect.inspect(Path(path))
+        return inspection.inspect(Path(path), weights=weights)
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
         """Return the reason why a forward cannot be captured, or None.
@@ -211,6 +214,8 @@ class DecoderModel:
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder in host memory, and the encoder of its other inputs if it takes any."""
+        if context.load_format == "dummy":
+            return random_weights.random_model(context), None
         return loading.load_transformers_model(context), None
 
     def _build(self, context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
@@ -223,7 +228,8 @@ class DecoderModel:
         checked = _self_checked(hf_model, context)
         holder = binding.bind(hf_model, context.facts.layers)
         state_mixers.bind(hf_model, context.facts.state_layers, holder)
-        notes = checked + rope.freeze(hf_model, context.facts.max_model_len)
+        notes: tuple[str, ...] = (random_weights.NOTE,) if context.load_format == "dummy" else ()
+        notes += checked + rope.freeze(hf_model, context.facts.max_model_len)
         temperature.settle(hf_model, context.facts.max_model_len)
         sparse_index.settle(hf_model, context.facts.max_model_len)
         parts = stages.parts_of(hf_model, context.device, context.stages)

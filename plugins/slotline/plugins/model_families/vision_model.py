@@ -30,7 +30,7 @@ IMAGE = "image"
 class TransformersVision(TransformersDecoder):
     """Family of every model of `vision.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
-    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False, weights: bool = True) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)

@@ -205,6 +205,19 @@ class ParallelConfig:
 
 
 @frozen(kw_only=True)
+class LoadConfig:
+    """Reading of the weights."""
+
+    format: Literal["auto", "hf", "dummy"] = field(
+        default="auto",
+        metadata=_doc(
+            "'hf' and 'auto' read a Hugging Face checkpoint; 'dummy' reads no weights and makes random ones, to "
+            "measure a model from its config.json"
+        ),
+    )
+
+
+@frozen(kw_only=True)
 class WeightsConfig:
     """Quantized weights."""
 
@@ -373,7 +386,15 @@ class Config:
     )
     model: str = field(
         default="",
-        metadata=_doc("a local Hugging Face folder or GGUF file; empty for the small model that ships", path=True),
+        metadata=_doc(
+            "a local Hugging Face folder or GGUF file, or the name of a model on the Hugging Face Hub, as 'org/name'; "
+            "empty for the small model that ships",
+            path=True,
+        ),
+    )
+    revision: str = field(
+        default="",
+        metadata=_doc("branch, tag or commit of a model on the Hugging Face Hub; empty for its main branch"),
     )
     task: Literal["auto", "generate", "embed", "classify"] = field(
         default="auto",
@@ -415,6 +436,7 @@ class Config:
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(factory=MultimodalConfig)
     parallel: ParallelConfig = field(factory=ParallelConfig)
+    load: LoadConfig = field(factory=LoadConfig)
     weights: WeightsConfig = field(factory=WeightsConfig)
     sampling: SamplingConfig = field(factory=SamplingConfig)
     drafter: DrafterConfig = field(factory=DrafterConfig)

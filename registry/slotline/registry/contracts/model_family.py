@@ -92,6 +92,8 @@ class ModelFamilyCapabilities:
         by_inspection: it also serves architectures outside the set, which its `takes_on` names.
         fast_prefill: `Model.forward` can skip the layers after the last one that owns a cache, for tokens whose hidden
             states are not wanted.
+        load_formats: values of `ModelContext.load_format` that `load` takes. With ``dummy``, `inspect` takes
+            `weights=False` for a folder without weights.
     """
 
     architectures: Set[str]
@@ -106,6 +108,7 @@ class ModelFamilyCapabilities:
     fast_prefill: Flag = Flag(False)
     quantized: Flag = Flag(False)
     by_inspection: Flag = Flag(False)
+    load_formats: Set[str] = Set(("hf",))
 
 
 @frozen(kw_only=True)
@@ -240,6 +243,9 @@ class ModelContext:
             for plain weights.
         captured: True if forward passes are captured in graphs. All work must go through torch or the device's queue
             then, never through a call that the host makes with an address.
+        load_format: ``hf`` to read a Hugging Face checkpoint, ``dummy``
+            to make random weights. Only values of the capability `load_formats`.
+        progress: whether to show a progress bar on a terminal.
     """
 
     contract: int
@@ -253,6 +259,8 @@ class ModelContext:
     stages: tuple[Stage, ...] = ()
     options: Any = None
     captured: bool = False
+    load_format: str = "hf"
+    progress: bool = False
     weights: ModelWeights | None = None
 
 
