@@ -384,7 +384,7 @@ def test_a_variable_that_is_nearly_a_key_is_an_error(name: str) -> None:
 
 def test_a_variable_that_resembles_a_key_from_afar_is_a_warning_with_the_suggestion() -> None:
     (text,) = load(None, environ={"SLOTLINE_VERSION": "3"}).warnings
-    assert "did you mean 'config_version'?" in text
+    assert "did you mean 'revision'?" in text
 
 
 def test_config_show_runs_nothing(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
