@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hub_server import Hub, commit_of, serving
+from huggingface_hub import constants
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
@@ -46,6 +47,7 @@ def hub(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read when the client was imported, and .ci/run is offline
     monkeypatch.chdir(tmp_path)
     with serving(hub):
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
