@@ -217,7 +217,7 @@ def test_random_crowds_with_images_and_aborts_give_what_requests_give_alone(
         texts = [" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(8)]
         asked = [(text, rng.choices(range(3), k=text.count("<image>"))) for text in texts]
         asked = [one for one in asked if len(one[1]) < 4]
-        groups = llm._add_all([prompt(*one) for one in asked], [GREEDY] * len(asked), [None] * len(asked))
+        groups = llm.submitter.submit_all([prompt(*one) for one in asked], [GREEDY] * len(asked), [None] * len(asked))
         aborted = {rng.randrange(len(groups)) for _ in range(3)}
         with recorded(llm) as steps, recorded_items(llm) as items:
             while llm.engine.has_work and len(steps) < 600:

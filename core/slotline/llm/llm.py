@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve
-
 from slotline.builder.engine_builder import build_engine
 from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
-from slotline.core.api.multimodal_inputs import items_of
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -24,32 +19,21 @@ from slotline.core.api.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from slotline.llm.best_of import best_of, check_best_of, single
+from slotline.llm.best_of import best_of, check_best_of
 from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
-from slotline.llm.prompt_fields import prompt_fields
-from slotline.registry.config import LoadedConfig, load_config
+from slotline.llm.settings import load_settings
+from slotline.llm.submitter import Submitter
+from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError, RequestError
-from slotline.registry.named_path import as_path, is_single_file
+from slotline.registry.named_path import as_path
 from slotline.registry.negotiation import Plan
 from slotline.registry.safe_repr import safe_repr
 from slotline.text.messages import as_conversations
-from slotline.text.template import ChatOptions, chat_options
+from slotline.text.template import chat_options
 from slotline.text.tokenizer import Tokenizer
-
-_SHORT = {
-    "backend": "attention.backend",
-    "block_size": "cache.block_size",
-    "kv_cache_dtype": "cache.dtype",
-    "memory": "cache.memory",
-    "enable_prefix_caching": "cache.prefix_caching",
-    "max_model_len": "scheduler.max_model_len",
-    "max_num_seqs": "scheduler.max_requests",
-    "max_num_batched_tokens": "scheduler.max_batched_tokens",
-    "seed": "sampling.seed",
-}
 
 
 class LLM:
@@ -72,17 +56,9 @@ class LLM:
     """
 
     def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
-        values = {_SHORT.get(key, key): value for key, value in settings.items()}
-        folder = None if config is None else as_path(config)
-        if folder is not None and (os.path.isdir(folder) or is_single_file(folder)):
-            if values.get("model"):
-                raise ConfigError(
-                    f"{folder!r} and model={safe_repr(values['model'])} name two models", fix="name one of them"
-                )
-            values["model"], config = folder, None
-        self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
+        self.loaded: LoadedConfig = load_settings(config, overrides, settings)
         self.engine: Engine = build_engine(self.loaded)
-        self._ids = itertools.count()
+        self.submitter = Submitter(self.engine)
         self._weights: Path | None = None
 
     @property
@@ -97,9 +73,7 @@ class LLM:
         Raises:
             RequestError: if the model has none.
         """
-        if self.engine.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
-        return self.engine.tokenizer
+        return self.submitter.tokenizer
 
     def update_config(self, **settings: Any) -> None:
         """Change the settings of the next `reload_weights`: `model`, the checkpoint's folder. The plan stays as it is.
@@ -142,7 +116,7 @@ class LLM:
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
         with self.engine.plugins.naming():
-            known = self.engine.exclusively(self._know, lora_request)
+            known = self.engine.exclusively(self.submitter.know, lora_request)
         return not known
 
     @known_options
@@ -153,7 +127,7 @@ class LLM:
             RequestError: if a request uses it.
         """
         with self.engine.plugins.naming():
-            removed: bool = self.engine.exclusively(self._adapters.remove, lora_id)
+            removed: bool = self.engine.exclusively(self.submitter.adapters.remove, lora_id)
         return removed
 
     @known_options
@@ -164,13 +138,13 @@ class LLM:
             RequestError: if it is not known, or if there is no slot for it.
         """
         with self.engine.plugins.naming():
-            self.engine.exclusively(self._adapters.pin, lora_id)
+            self.engine.exclusively(self.submitter.adapters.pin, lora_id)
         return True
 
     @known_options
     def list_loras(self) -> set[int]:
         """Return the numbers of the known adapters, on the device or in host memory."""
-        return self.engine.exclusively(lambda: self._adapters.numbers)
+        return self.engine.exclusively(lambda: self.submitter.adapters.numbers)
 
     @known_options
     def generate(
@@ -201,7 +175,7 @@ class LLM:
         """
         shown = as_progress(progress, use_tqdm)
         given = as_prompts(prompts)
-        params = self._params(sampling_params, len(given))
+        params = self.submitter.params(sampling_params, len(given))
         return self.generate_as_given(given, params, as_lora_requests(lora_request, len(given)), shown)
 
     def generate_as_given(
@@ -213,20 +187,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for each prompt with its parameters as they are, without the model's defaults."""
         check_best_of(params, self.loaded.config.sampling.logprobs_mode)
-        groups = self._add_all(prompts, params, adapters)
+        groups = self.submitter.submit_all(prompts, params, adapters)
         self._run(groups, progress)
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that sets none: the model's own defaults if it has any."""
         return SamplingParams().with_defaults(self.engine.sampling_defaults)
-
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-        """Return the parameters of each prompt, with the model's defaults for those left out."""
-        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
-        if not defaults or not all(isinstance(one, SamplingParams) for one in params):
-            return params
-        return [one.with_defaults(defaults) for one in params]
 
     @known_options
     def beam_search(
@@ -257,10 +224,10 @@ class LLM:
                 f"params={safe_repr(params)} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
             )
         shown = as_progress(progress, use_tqdm)
-        fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
+        fields = [self.submitter.fields(prompt) for prompt in as_prompts(prompts)]
         for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
             if adapter is not None:
-                one["lora_request"] = self._adapter(adapter)
+                one["lora_request"] = self.submitter.adapter(adapter)
         with self.engine.plugins.naming():
             return BeamSearch(self, params, fields).run(shown)
 
@@ -292,7 +259,7 @@ class LLM:
         params = as_params(pooling_params, len(given), PoolingParams())
         tasked = [of_task(one, pooling_task) for one in params]
         shown = as_progress(progress, use_tqdm)
-        groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
+        groups = self.submitter.submit_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, shown)
         return [self.engine.extension("pooling").output(request) for (request,) in groups]
 
@@ -354,7 +321,7 @@ class LLM:
                     result = self.engine.step()
                     bar.advance(len(result.finished), tokens=len(result.token_ids))
         except BaseException:
-            self._abort(unfinished)
+            self.submitter.abort(unfinished)
             raise
 
     def chat(
@@ -408,31 +375,21 @@ class LLM:
             tools=tools,
             documents=documents,
         )
-        prompts = [self._chat_prompt(conversation, options) for conversation in as_conversations(messages)]
+        prompts = [self.submitter.chat_prompt(conversation, options) for conversation in as_conversations(messages)]
         return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
-
-    def _chat_prompt(self, conversation: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
-        """Return the prompt of a conversation, with its items besides text."""
-        reader = self._reader
-        items = {} if reader is None else reader.placeholders
-        cross = frozenset[str]() if reader is None else reader.cross
-        return {
-            "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
-            "multi_modal_data": items_of(conversation),
-        }
 
     @known_options
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output so far after each step, until it is finished."""
-        params = self._params(sampling_params, 1)
+        params = self.submitter.params(sampling_params, 1)
         if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
             raise RequestError(
                 f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",
                 fix="leave best_of out, or use generate()",
             )
-        (group,) = self._add_all(
+        (group,) = self.submitter.submit_all(
             [prompt], params, as_lora_requests(lora_request, 1), stream=True
         )  # immediately, so that a mistake is raised here
         return self._stream(group)
@@ -447,88 +404,4 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            self._abort(group)
-
-    def _add_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | PoolingParams],
-        adapters: Sequence[AdapterChoice],
-        *,
-        stream: bool = False,
-    ) -> list[list[Request]]:
-        """Queue every prompt, or none if any is wrong."""
-        groups: list[list[Request]] = []
-        try:
-            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
-                groups.append([])
-                self._add(prompt, one, adapter, groups[-1], stream=stream)
-        except BaseException as error:
-            self._abort(itertools.chain.from_iterable(groups))
-            if isinstance(error, RequestError) and len(prompts) > 1:
-                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
-            raise
-        return groups
-
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        adapter: AdapterChoice,
-        group: list[Request],
-        *,
-        stream: bool,
-    ) -> None:
-        """Queue one prompt. A sampling prompt is queued `params.n` times, each with its own seed."""
-        fields = self._fields(prompt)
-        if adapter is not None:
-            fields["lora_request"] = self._adapter(adapter)
-        given = fields.pop("request_id", None)
-        request_id = f"request-{next(self._ids)}" if given is None or given == "" else given
-        if isinstance(params, PoolingParams):
-            group.append(self.engine.add(request_id, params=params, **fields))
-            return
-        for index in range(count := params.best_of or params.n):
-            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-            one = evolve(single(params), seed=seed) if count > 1 else params
-            name = f"{request_id}/{index}" if index else request_id
-            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
-
-    def _abort(self, requests: Iterable[Request]) -> None:
-        """Abort the requests of a call that have not ended."""
-        for request in requests:
-            if self.engine.requests.get(request.request_id) is request:
-                self.engine.abort(request.request_id)
-
-    def _know(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Return True if it was already known."""
-        known = lora_request.lora_int_id in self._adapters.numbers
-        self._adapters.add(lora_request)
-        return known
-
-    def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
-        """Return the adapter, which may be given by the name of a loaded one."""
-        if not isinstance(adapter, str):
-            return adapter
-        named: LoRARequest = self.engine.exclusively(self._adapters.named, adapter)
-        return named
-
-    @property
-    def _reader(self) -> Any:
-        """The reader of inputs besides text, None for a model of text alone."""
-        return getattr(self.engine.extension("multimodal"), "reader", None)
-
-    @property
-    def _adapters(self) -> Any:
-        """Return the engine's adapters.
-
-        Raises:
-            RequestError: if it has none.
-        """
-        if (adapters := self.engine.extension("adapters")) is None:
-            raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
-        return adapters
-
-    def _fields(self, prompt: Prompt) -> dict[str, Any]:
-        with self.engine.plugins.naming():
-            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)
+            self.submitter.abort(group)

@@ -1,0 +1,172 @@
+"""From a user's prompts and parameters to queued requests. `LLM` and `AsyncLLM` share it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import define, evolve, field
+
+from slotline.core.api.lora_request import AdapterChoice, LoRARequest
+from slotline.core.api.multimodal_inputs import items_of
+from slotline.core.api.prompts import Prompt, as_params
+from slotline.core.batch.request import Request
+from slotline.core.engine.engine import Engine
+from slotline.llm.best_of import single
+from slotline.llm.prompt_fields import prompt_fields
+from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import RequestError
+from slotline.text.template import ChatOptions
+from slotline.text.tokenizer import Tokenizer
+
+
+@define(eq=False)
+class Submitter:
+    """Reader of prompts, which queues their requests in an engine."""
+
+    engine: Engine
+    _ids: Iterator[int] = field(factory=itertools.count, init=False)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer.
+
+        Raises:
+            RequestError: if the model has none.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
+        return self.engine.tokenizer
+
+    @property
+    def adapters(self) -> Any:
+        """Return the engine's adapters.
+
+        Raises:
+            RequestError: if it has none.
+        """
+        if (adapters := self.engine.extension("adapters")) is None:
+            raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
+        return adapters
+
+    def know(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. Return True if it was already known. Call it through `Engine.exclusively`."""
+        known = lora_request.lora_int_id in self.adapters.numbers
+        self.adapters.add(lora_request)
+        return known
+
+    def params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        """Return the parameters of each of `count` prompts, with the model's defaults for those left out.
+
+        Raises:
+            RequestError: if there are more or fewer parameters than prompts.
+        """
+        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
+        if not defaults or not all(isinstance(one, SamplingParams) for one in params):
+            return params
+        return [one.with_defaults(defaults) for one in params]
+
+    def fields(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of `Engine.add` for a prompt. A text is tokenized here.
+
+        Raises:
+            RequestError: if the prompt cannot be read.
+        """
+        with self.engine.plugins.naming():
+            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)
+
+    def chat_prompt(self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> dict[str, Any]:
+        """Return the prompt of a conversation, with its items besides text.
+
+        Raises:
+            RequestError: if the template refuses it.
+        """
+        reader = self._reader
+        items = {} if reader is None else reader.placeholders
+        cross = frozenset[str]() if reader is None else reader.cross
+        return {
+            "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
+            "multi_modal_data": items_of(conversation),
+        }
+
+    def adapter(self, choice: AdapterChoice) -> LoRARequest | None:
+        """Return the adapter, which may be given by the name of a loaded one.
+
+        Raises:
+            RequestError: if none has this name.
+        """
+        if not isinstance(choice, str):
+            return choice
+        named: LoRARequest = self.engine.exclusively(self.adapters.named, choice)
+        return named
+
+    def submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[AdapterChoice],
+        *,
+        stream: bool = False,
+    ) -> list[list[Request]]:
+        """Queue every prompt, or none if any is wrong. Return the requests of each.
+
+        Raises:
+            RequestError: naming the prompt if there are several.
+        """
+        groups: list[list[Request]] = []
+        try:
+            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
+                groups.append([])
+                self.submit(self.fields(prompt), one, adapter, groups[-1], stream=stream)
+        except BaseException as error:
+            self.abort(itertools.chain.from_iterable(groups))
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
+            raise
+        return groups
+
+    def submit(
+        self,
+        fields: dict[str, Any],
+        params: SamplingParams | PoolingParams,
+        adapter: AdapterChoice,
+        group: list[Request],
+        *,
+        stream: bool = False,
+    ) -> None:
+        """Queue one prompt and put its requests into `group`.
+
+        A sampling prompt is queued `params.n` times, each with its own seed.
+
+        Args:
+            fields: of the prompt, see `fields`.
+            stream: whether its text is read while it runs.
+
+        Raises:
+            RequestError: if the prompt or the parameters are wrong. Requests that are in `group` then are queued.
+        """
+        if adapter is not None:
+            fields["lora_request"] = self.adapter(adapter)
+        given = fields.pop("request_id", None)
+        request_id = f"request-{next(self._ids)}" if given is None or given == "" else given
+        if isinstance(params, PoolingParams):
+            group.append(self.engine.add(request_id, params=params, **fields))
+            return
+        for index in range(count := params.best_of or params.n):
+            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+            one = evolve(single(params), seed=seed) if count > 1 else params
+            name = f"{request_id}/{index}" if index else request_id
+            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Abort the requests that have not ended."""
+        for request in requests:
+            if self.engine.requests.get(request.request_id) is request:
+                self.engine.abort(request.request_id)
+
+    @property
+    def _reader(self) -> Any:
+        """The reader of inputs besides text, None for a model of text alone."""
+        return getattr(self.engine.extension("multimodal"), "reader", None)
