@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from slotline.core.engine.engine import Engine
+    from slotline.llm.async_llm import AsyncLLM
     from slotline.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.llm.llm import LLM
     from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -70,6 +72,7 @@ _LAZY = {
     "PoolingParams": "slotline.registry.contracts",
     "StructuredOutputsParams": "slotline.registry.contracts",
     "LLM": "slotline.llm.llm",
+    "AsyncLLM": "slotline.llm.async_llm",
     "BeamSearchOutput": "slotline.llm.beam_search",
     "BeamSearchParams": "slotline.llm.beam_search",
     "BeamSearchSequence": "slotline.llm.beam_search",

@@ -114,3 +114,7 @@ class RequestError(SlotlineError, ValueError):
 
 class IntegrityError(SlotlineError):
     """Contradiction between rows, blocks or references, found by the integrity checker: a bug in slotline."""
+
+
+class EngineFailedError(SlotlineError):
+    """Failure after which an engine takes no more requests. The cause is chained."""

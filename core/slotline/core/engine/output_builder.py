@@ -18,7 +18,7 @@ def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: T
         request_id=first.request_id,
         prompt=first.prompt,
         prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=first.prompt_logprobs and _with_text(first.prompt_logprobs, tokenizer),
+        prompt_logprobs=first.prompt_logprobs and with_token_texts(first.prompt_logprobs, tokenizer),
         outputs=[_completion(request, rows, tokenizer) for request in requests],
         finished=all(request.finished for request in requests),
         metrics=first.metrics,
@@ -31,7 +31,7 @@ def _completion(request: Request, rows: RequestTable, tokenizer: Tokenizer | Non
         tokens = rows.output_token_ids(request.row)
     logprobs: list[TokenLogprobs] | None = None
     if request.logprobs is not None:
-        logprobs = [entry for entry in _with_text(request.logprobs, tokenizer) if entry is not None]
+        logprobs = [entry for entry in with_token_texts(request.logprobs, tokenizer) if entry is not None]
     settled = request.params.detokenize and request.detokenizer is not None and not request.finished
     text = request.detokenizer.settled if settled and request.detokenizer else request.text
     return CompletionOutput(
@@ -45,7 +45,10 @@ def _completion(request: Request, rows: RequestTable, tokenizer: Tokenizer | Non
     )
 
 
-def _with_text(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
+def with_token_texts(
+    entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None
+) -> list[TokenLogprobs | None]:
+    """Return log-probabilities with the text of each token, if there is a tokenizer."""
     if tokenizer is None:
         return list(entries)
     tokens = {token for entry in entries if entry for token in entry}
