@@ -1,0 +1,294 @@
+"""What ends a step: `OutputHead`, and the one that samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import evolve
+
+from slotline.core.api.outputs import TokenLogprobs
+from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
+from slotline.core.device.transfer_buffer import Download
+from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
+from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
+from slotline.core.sampling.sampler import sample_checked, warm_up
+from slotline.registry.contracts import TokenSampler
+
+if TYPE_CHECKING:
+    from slotline.core.model_runner.model_runner import ModelRunner
+
+Int = npt.NDArray[np.int64]
+NONE_SPOILED: frozenset[int] = frozenset()
+_PROMPT_LOGITS_AT_A_TIME = 256  # rows of the vocabulary, to bound the memory of prompt log-probabilities
+
+
+class OutputHead(Protocol):
+    """Work after a forward pass, which ends a step."""
+
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
+        """Return the tokens [n] int64 whose hidden states `start` needs, or None for all."""
+        ...
+
+    def start(self, launched: ForwardOutput) -> Any:
+        """Start the work after a forward pass, without waiting for the device. Return what `finish` waits for."""
+        ...
+
+    def finish(self, pending: Any) -> StepOutput:
+        """Wait for the results of a step."""
+        ...
+
+    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
+        """Take the most memory that the work of a step may take, if a made-up step does not.
+
+        Raises:
+            CapacityError: if it does not fit.
+        """
+        ...
+
+
+class SamplingHead:
+    """Logits, processors, draws and log-probabilities of a step. Implements `OutputHead`.
+
+    Attributes:
+        plain_draws: draws the tokens of steps that ask for nothing else, where the device has a way of its own and
+            steps verify no tokens.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, pipeline: ProcessorPipeline, logprobs_mode: str, plain_draws: TokenSampler | None
+    ) -> None:
+        self.runner = runner
+        self.model = runner.model
+        self.rows = runner.rows
+        self.pipeline = pipeline
+        self.staging = runner.staging
+        self.profiler = runner.profiler
+        self.last_tokens = runner.last_tokens
+        self.ops = runner.ops
+        self.count_nans = runner.count_nans
+        self.extensions = runner.extensions
+        self.plain_draws = plain_draws
+        when, _, what = logprobs_mode.partition("_")
+        self.raw_logprobs = when == "raw"
+        self.normalise_logprobs = what == "logprobs"
+
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
+        """Return the tokens that sample."""
+        return inputs.logits_indices
+
+    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
+        """Sample once at full size."""
+        warm_up(num_rows, vocab_size, device, self.ops)
+
+    @torch.inference_mode()
+    def start(self, launched: ForwardOutput) -> PendingSample:
+        """Start the work after the forward pass: logits, processors, draws and their download.
+
+        All earlier tokens must be known, since processors read them.
+        """
+        inputs, scope = launched.inputs, self.profiler.scope
+        if self.plain_draws is not None and self._draws_plainly(inputs, whole=launched.whole):
+            return self._drawn_plainly(launched, self.plain_draws)
+        with scope("logits"):
+            states, logits = self._wanted(launched)
+        batch = inputs.sampling
+        with scope("process"):
+            processed = self.pipeline.apply(
+                logits,
+                batch.rows,
+                inputs.spec_positions,
+                all_greedy=batch.all_greedy,
+                spec_paths=inputs.spec_paths,
+            )
+        for process in self.extensions.process:
+            processed = process(processed, inputs)
+        if self.extensions.process_logits:
+            processed = self._processed_further(processed, inputs)
+        with scope("sample"):
+            drawn = sample_checked(
+                processed.logits, batch, inputs.sampling_params, self.ops, keep_final=self._keeps_final(inputs)
+            )
+            tokens, final = drawn.tokens, drawn.final
+            for revise in self.extensions.revise_tokens:
+                tokens = revise(tokens, final, inputs)
+            extras: dict[str, Any] = {}
+            for name, keep in self.extensions.keep_states:
+                extras[name] = keep(launched, states)
+            if self.last_tokens is not None and inputs.stand_ins is not None:
+                self.last_tokens.record(inputs.stand_ins, tokens)
+            sampled = tokens
+            if processed.touched is not None:
+                sampled = processed.mark(tokens, self.ops, all_greedy=inputs.sampling_params is None)
+            if drawn.holds_nan is not None:
+                sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
+            arriving = self.staging.download(sampled)
+            num_nans = self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None
+        with scope("output"):
+            scores = logits if self.raw_logprobs or final is None else final
+            logprobs = None if inputs.scored is None else self._logprobs(scores, tokens, inputs.scored)
+            prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {}
+        sampling = PendingSample(
+            batch=batch,
+            spec_positions=inputs.spec_positions,
+            tokens=arriving,
+            sampled=sampled,
+            extras=extras,
+            errors=processed.errors,
+            num_nans=num_nans,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+        for listener in self.extensions.after_sample:
+            listener(sampling)
+        return sampling
+
+    def _processed_further(self, processed: Processed, inputs: ModelInputs) -> Processed:
+        """Return the processed logits as the extensions leave them."""
+        logits = processed.logits
+        for process in self.extensions.process_logits:
+            logits = process(logits, inputs)
+        return evolve(processed, logits=logits, touched=np.ones(len(logits), bool))
+
+    def finish(self, sampling: PendingSample) -> StepOutput:
+        """Wait for a step's tokens, and keep the accepted ones."""
+        with self.profiler.scope("wait"):
+            token_ids = sampling.tokens.wait()
+        rows, positions, num_kept = sampling.batch.rows, sampling.spec_positions, None
+        places = np.arange(len(rows))
+        if positions is not None:
+            for accept in self.extensions.accept_tokens:
+                places, num_kept = accept(sampling, token_ids)
+            rows, token_ids, positions = rows[places], token_ids[places], positions[places]
+        failed: dict[int, str] = {}
+        judged, spoiled = (places, rows), NONE_SPOILED  # those that fail have their NaN counted too
+        if (token_ids < 0).any():
+            errors = [sampling.errors.get(place) for place in places.tolist()]
+            restrictions = self.extensions.restrictions
+            failed = self.pipeline.failures(rows, token_ids, errors, restrictions, self.runner.nan_cause())
+            spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
+            given = token_ids >= 0
+            places, rows, token_ids = places[given], rows[given], token_ids[given]
+            positions = None if positions is None else positions[given]
+            num_kept = None if num_kept is None else num_kept[given]
+        return StepOutput(
+            rows=rows,
+            token_ids=token_ids.astype(np.int32),
+            places=places,
+            spec_positions=positions,
+            num_kept=num_kept,
+            extras=sampling.extras,
+            logprobs={} if sampling.logprobs is None else _by_row(sampling.logprobs, places, rows),
+            prompt_logprobs=sampling.prompt_logprobs,
+            num_nans={} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, *judged),
+            failed=failed,
+            spoiled=spoiled,
+        )
+
+    def _draws_plainly(self, inputs: ModelInputs, *, whole: bool) -> bool:
+        """Return True if a step needs nothing but plain draws."""
+        if inputs.stand_ins is None or inputs.scored is not None:
+            return False
+        if whole or self.count_nans or self.extensions.process_logits:
+            return False
+        batch = inputs.sampling
+        if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
+            return False
+        return not self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy)
+
+    def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
+        """Draw the tokens of a step with the fast sampler."""
+        inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
+        assert inputs.stand_ins is not None
+        captured = logits is not None and inputs.all_sample
+        if logits is None or not captured:
+            with self.profiler.scope("logits"):
+                _, logits = self._wanted(launched)
+        with self.profiler.scope("sample"):
+            tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
+        return PendingSample(
+            batch=batch,
+            spec_positions=None,
+            tokens=arriving,
+            sampled=tokens,
+        )
+
+    def _wanted(self, launched: ForwardOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and logits [num_logits, ...] of the tokens that sample."""
+        inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
+        if inputs.shape is None and not launched.whole:
+            return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
+        wanted = slice(len(inputs.logits_rows)) if inputs.all_sample else inputs.logits_indices
+        states = hidden[wanted]
+        if logits is None:
+            return states, self._compute_logits(states, inputs, inputs.logits_indices)
+        return states, logits[wanted]
+
+    def _compute_logits(self, states: torch.Tensor, inputs: ModelInputs, indices: torch.Tensor) -> torch.Tensor:
+        """Compute logits of the hidden states of some of the step's tokens."""
+        for plan in self.extensions.plan_logits:
+            plan(inputs, indices)
+        return self.model.compute_logits(states)
+
+    def _keeps_final(self, inputs: ModelInputs) -> bool:
+        """Return whether this step needs the logits that its tokens are drawn from, in addition to the tokens."""
+        for wants in self.extensions.wants_final_logits:
+            if wants(inputs):
+                return True
+        return not self.raw_logprobs and inputs.scored is not None
+
+    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
+        """Start scoring the sampled tokens of the places that ask for it."""
+        packed = self._scores(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
+        return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
+
+    def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        """Score the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
+        starts = inputs.query_start_loc_cpu
+        result = {}
+        for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
+            row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
+            first = int(inputs.seq_lens_cpu[i]) - count
+            count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
+            if count <= 0:
+                continue
+            targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
+            chunk = hidden[int(starts[i]) : int(starts[i]) + count]
+            top = int(self.rows.num_prompt_logprobs[row])
+            places = torch.arange(int(starts[i]), int(starts[i]) + count, device=hidden.device)
+            result[row] = (first + 1, self._score(inputs, chunk, places, targets.to(hidden.device), top))
+        return result
+
+    def _score(
+        self, inputs: ModelInputs, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, top: int
+    ) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        parts = (tensor.split(_PROMPT_LOGITS_AT_A_TIME) for tensor in (hidden, places, targets))
+        for states, indices, tokens in zip(*parts, strict=True):
+            logits = self._compute_logits(states, inputs, indices)
+            table = LogprobTable.unpack(self._scores(logits, tokens, top).cpu().numpy())
+            entries += [table.entry(i, top) for i in range(len(tokens))]
+        return entries
+
+    def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
+
+
+def _by_row(logprobs: PendingLogprobs, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
+    """Return the log-probabilities of the tokens [n] at `places`, by the rows [n] that got them."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    entries = logprobs.wait()
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        if place in entries:
+            found.setdefault(row, []).append(entries[place])
+    return found
+
+
+def _nans_by_row(num_nans: Download, places: Int, rows: Int) -> dict[int, int]:
+    """Return how many NaN the logits at `places` [n] have, by row, of rows with any."""
+    counts = num_nans.wait()[places]
+    return {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
