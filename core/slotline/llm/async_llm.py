@@ -66,7 +66,9 @@ class AsyncLLM:
         SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
     """
 
-    def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+    def __init__(
+        self, config: str | Path | LoadedConfig | None = None, *, overrides: Sequence[str] = (), **settings: Any
+    ) -> None:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
         loaded = self.loaded  # the thread does not hold this object, so that it can be collected
         self._deliveries = Deliveries()

@@ -44,7 +44,7 @@ class LLM:
         >>> llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
 
     Args:
-        config: a TOML file, a checkpoint folder or GGUF file, or None.
+        config: a TOML file, a checkpoint folder or GGUF file, what `load_config` returned, or None.
         overrides: settings in the form `a.b=value`, as on the command line.
         settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
             mapping, `**{"cache.block_size": 32}`.
@@ -55,7 +55,9 @@ class LLM:
         SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
     """
 
-    def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+    def __init__(
+        self, config: str | Path | LoadedConfig | None = None, *, overrides: Sequence[str] = (), **settings: Any
+    ) -> None:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
         self.engine: Engine = build_engine(self.loaded)
         self.submitter = Submitter(self.engine)

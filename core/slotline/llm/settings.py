@@ -25,17 +25,23 @@ _SHORT = {
 }
 
 
-def load_settings(config: str | Path | None, overrides: Sequence[str], settings: Mapping[str, Any]) -> LoadedConfig:
+def load_settings(
+    config: str | Path | LoadedConfig | None, overrides: Sequence[str], settings: Mapping[str, Any]
+) -> LoadedConfig:
     """Load a configuration, with settings by name on top.
 
     Args:
-        config: a TOML file, a checkpoint folder or GGUF file, or None.
+        config: a TOML file, a checkpoint folder or GGUF file, what `load_config` returned, or None.
         overrides: settings in the form `a.b=value`.
         settings: values by dotted key or short name.
 
     Raises:
         ConfigError: listing every fault, or if two models are named.
     """
+    if isinstance(config, LoadedConfig):
+        if overrides or settings:
+            raise ConfigError("a loaded configuration with settings on top", fix="give them to load_config")
+        return config
     values = {_SHORT.get(key, key): value for key, value in settings.items()}
     folder = None if config is None else as_path(config)
     if folder is not None and (os.path.isdir(folder) or is_single_file(folder)):

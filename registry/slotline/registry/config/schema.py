@@ -18,6 +18,7 @@ from slotline.registry.config.validators import (
     number_or_names,
     positive,
     positive_or_auto,
+    size,
     version_is,
 )
 
@@ -378,6 +379,57 @@ class ObservabilityConfig:
 
 
 @frozen(kw_only=True)
+class ServerConfig:
+    """The HTTP server of `slotline serve`. Nothing else reads this table."""
+
+    host: str = field(default="127.0.0.1", metadata=_doc("address to listen on; '0.0.0.0' for every network"))
+    port: int = field(default=8000, validator=AtLeast(0, maximum=65535), metadata=_doc("0 takes a free one"))
+    socket: str = field(
+        default="", metadata=_doc("a Unix socket to listen on in place of an address and a port", path=True)
+    )
+    served_model_name: str | tuple[str, ...] = field(
+        default=(), metadata=_doc("names of the model in requests; empty for the name or path of `model`")
+    )
+    api_keys: str = field(
+        default="",
+        metadata=_doc(
+            "a file with a key a line, one of which each request must have; the variable SLOTLINE_API_KEY adds one; "
+            "without either no key is asked for",
+            path=True,
+        ),
+    )
+    admin_keys: str = field(
+        default="",
+        metadata=_doc(
+            "a file with a key a line for requests that change the server, such as loading an adapter; the variable "
+            "SLOTLINE_ADMIN_KEY adds one; without either they are refused",
+            path=True,
+        ),
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(), metadata=_doc("origins whose pages may call the server; '*' for all")
+    )
+    max_body: str = field(default="16MiB", validator=size, metadata=_doc("largest body of a request"))
+    max_unfinished: int = field(
+        default=1024, validator=positive, metadata=_doc("prompts at a time, waiting ones included; more get status 429")
+    )
+    request_timeout: float = field(
+        default=0.0, validator=at_least(0), metadata=_doc("seconds after which a request is aborted; 0 for none")
+    )
+    drain_timeout: float = field(
+        default=30.0, validator=at_least(0), metadata=_doc("seconds that requests have to finish after SIGTERM")
+    )
+    access_log: bool = field(default=True, metadata=_doc("log a line of JSON for each request, without its texts"))
+    log_prompts: bool = field(default=False, metadata=_doc("log the texts of requests as well"))
+    trusted_proxies: tuple[str, ...] = field(
+        default=(), metadata=_doc("addresses of proxies whose X-Forwarded headers are believed")
+    )
+    root_path: str = field(default="", metadata=_doc("path under which a proxy shows the server"))
+    ssl_certfile: str = field(default="", metadata=_doc("certificate for TLS; empty for none", path=True))
+    ssl_keyfile: str = field(default="", metadata=_doc("its private key", path=True))
+
+
+@frozen(kw_only=True)
 class Config:
     """Settings of the whole file."""
 
@@ -443,6 +495,7 @@ class Config:
     lora: LoraConfig = field(factory=LoraConfig)
     structured_output: StructuredOutputConfig = field(factory=StructuredOutputConfig)
     observability: ObservabilityConfig = field(factory=ObservabilityConfig)
+    server: ServerConfig = field(factory=ServerConfig)
     logits_processors: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each logits processor: names it and configures it")
     )

@@ -24,7 +24,7 @@ from slotline.registry.safe_repr import safe_repr
 PREFIX = "SLOTLINE_"
 SHORTHANDS: Mapping[str, KeyPath] = MappingProxyType({"SLOTLINE_PLUGINS": ("plugins", "allow")})
 """Variables that hold a comma-separated list for the key beside them."""
-NO_KEYS = frozenset({"SLOTLINE_CACHE"})
+NO_KEYS = frozenset({"SLOTLINE_ADMIN_KEY", "SLOTLINE_API_KEY", "SLOTLINE_CACHE"})
 """Variables that say something of the machine and not of a run."""
 
 _EMPTY = Table({}, DEFAULT)

@@ -90,6 +90,19 @@ class FractionOrSize:
 
 
 @frozen
+class Size:
+    """Size in bytes, e.g. '2GiB' or '512MB'."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the value is a size."""
+        size_in_bytes(value)
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the form as JSON Schema."""
+        return {"pattern": SIZE_PATTERN}
+
+
+@frozen
 class NumberOrNames:
     """Integer of at least 1, or a list of at least one name."""
 
@@ -136,6 +149,7 @@ positive = AtLeast(1, maximum=LARGEST)
 positive_or_auto = AtLeast(1, auto=True, maximum=LARGEST)
 counts_or_auto = Counts()
 fraction_or_size = FractionOrSize()
+size = Size()
 number_or_names = NumberOrNames()
 
 

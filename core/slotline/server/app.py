@@ -1,0 +1,139 @@
+"""The application: routes, keys, request ids, the access log, and errors in the form of each endpoint's clients."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from uuid import uuid4
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slotline.server.chat import create_chat_completion
+from slotline.server.completions import create_completion
+from slotline.server.errors import HttpError, status_text
+from slotline.server.health import health, metrics, plan, ready, version
+from slotline.server.http import error_response
+from slotline.server.keys import Keys
+from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
+from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
+from slotline.server.state import ServerState
+from slotline.server.tokens import detokenize, tokenize
+
+Handler = Callable[[ServerState, Request], Awaitable[Response]]
+access = logging.getLogger("slotline.access")
+_LONGEST_ID = 128
+
+
+def build_app(state: ServerState, keys: Keys) -> Starlette:
+    """Build the application of a server."""
+
+    def route(
+        path: str, handler: Handler, method: str = "POST", *, open_to_all: bool = False, admin: bool = False
+    ) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if not open_to_all:
+                    keys.check(request, admin=admin)
+                response = await handler(state, request)
+            except Exception as error:
+                response = error_response(error)
+            state.metrics.answered(path, response.status_code)
+            return response
+
+        return Route(path, endpoint, methods=[method])
+
+    routes = [
+        route("/health", health, "GET", open_to_all=True),
+        route("/ready", ready, "GET", open_to_all=True),
+        route("/version", version, "GET", open_to_all=True),
+        route("/metrics", metrics, "GET"),
+        route("/v1/plan", plan, "GET"),
+        route("/v1/models", list_models, "GET"),
+        route("/v1/models/{name:path}", show_model, "GET"),
+        route("/v1/completions", create_completion),
+        route("/v1/chat/completions", create_chat_completion),
+        route("/v1/embeddings", create_embedding),
+        route("/v1/classify", create_classification),
+        route("/v1/score", create_score),
+        route("/v1/rerank", create_rerank),
+        route("/tokenize", tokenize),
+        route("/detokenize", detokenize),
+        route("/v1/load_lora_adapter", load_adapter, admin=True),
+        route("/v1/unload_lora_adapter", unload_adapter, admin=True),
+    ]
+    middleware = [Middleware(Requests, log=state.config.access_log)]
+    if state.config.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=state.config.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer for a path or method that there is not."""
+    assert isinstance(error, HTTPException)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    message = f"{request.method} {request.url.path}: {status_text(error.status_code).lower()}"
+    return error_response(
+        HttpError(error.status_code, message, code=code, headers=tuple((error.headers or {}).items()))
+    )
+
+
+class Requests:
+    """Middleware that gives each answer the request's id, and logs a line of JSON. Texts are never in it."""
+
+    def __init__(self, app: ASGIApp, *, log: bool) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")[:_LONGEST_ID]
+        request_id = given if given.isascii() and given.decode("ascii", "replace").isprintable() else b""
+        request_id = request_id or uuid4().hex.encode()
+        start, status = time.monotonic(), 499
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._log:
+                _log(scope, request_id, status, time.monotonic() - start)
+
+
+def _log(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "request_id": request_id.decode(),
+        "client": client[0] if client else None,
+    }
+    access.info(msgspec.json.encode(line).decode())

@@ -1,0 +1,203 @@
+"""Fields that requests of several endpoints share, and their conversion to `SamplingParams`.
+
+A field that is left out and one that is null mean the same. Unknown fields are refused by the decoder.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from slotline.registry.contracts import StructuredOutputsParams
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import RequestError
+from slotline.server.errors import unsupported
+
+Prompts = str | list[str | int | list[int]]
+"""A text, token ids, or a list of texts or of lists of token ids."""
+
+
+class Fields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request's body, or an object in it."""
+
+
+class StreamOptions(Fields):
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send the counts of tokens in a last chunk.
+        continuous_usage_stats: send them in every chunk.
+        include_obfuscation: only False is served, since nothing is padded.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Fields):
+    """A named JSON schema of `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """Form of the output: ``text``, ``json_object``, or ``json_schema`` with a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(Fields):
+    """Parameters of sampling: OpenAI's, and slotline's own under the names of `SamplingParams`.
+
+    The remaining fields say who asks. They have no effect on the output.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    best_of: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | None = None
+    skip_special_tokens: bool | None = None
+    extra_args: dict[str, Any] | None = None
+
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "n",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "best_of",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "guidance_scale",
+    "negative_prompt",
+    "skip_special_tokens",
+    "extra_args",
+)
+"""Fields that `SamplingParams` has under the same name and with the same meaning."""
+
+
+def sampling_params(fields: SamplingFields, **more: Any) -> SamplingParams:
+    """Return the parameters of a request. Those that are left out get the model's defaults.
+
+    Args:
+        fields: the request.
+        more: parameters whose fields differ between endpoints: `max_tokens`, `logprobs`. None is left out.
+
+    Raises:
+        RequestError: naming the parameter, its value and the allowed values.
+    """
+    if fields.stream_options is not None:
+        if not fields.stream:
+            raise RequestError("stream_options without stream", fix="leave it out, or set stream to true")
+        if fields.stream_options.include_obfuscation:
+            raise unsupported("stream_options.include_obfuscation")
+    values = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+    values |= {name: value for name, value in more.items() if value is not None}
+    if fields.logit_bias:
+        values["logit_bias"] = {_token(name): bias for name, bias in fields.logit_bias.items()}
+    if (constraint := _constraint(fields)) is not None:
+        values["structured_outputs"] = constraint
+    return SamplingParams(**values)
+
+
+def prompt_options(fields: SamplingFields) -> dict[str, Any]:
+    """Return what else a prompt for `AsyncLLM.generate` may hold."""
+    return {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
+
+
+def as_prompts(name: str, given: Prompts) -> list[dict[str, Any]]:
+    """Return each prompt of a field as a mapping for `AsyncLLM`.
+
+    Raises:
+        RequestError: if there is none, or the list mixes texts and tokens.
+    """
+    if isinstance(given, str):
+        return [{"prompt": given}]
+    kinds = {type(one) for one in given}
+    if len(kinds) != 1:
+        raise RequestError(
+            f"{name} {'mixes texts and token ids' if kinds else 'is an empty list'}",
+            fix="give a text, token ids, a list of texts, or a list of lists of token ids",
+        )
+    (kind,) = kinds
+    if kind is int:
+        return [{"prompt_token_ids": given}]
+    return [{"prompt" if kind is str else "prompt_token_ids": one} for one in given]
+
+
+def _token(name: str) -> int:
+    try:
+        return int(name)
+    except ValueError as error:
+        raise RequestError(f"logit_bias names {name!r}", fix="name token ids, as in {'50256': -100}") from error
+
+
+def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
+    """Return the constraint of the output, None if there is none."""
+    form = fields.response_format
+    if form is not None and form.type != "text":
+        if fields.structured_outputs is not None:
+            raise RequestError("response_format and structured_outputs together", fix="give one of them")
+        if form.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if form.json_schema is None or form.json_schema.schema is None:
+            raise RequestError(
+                "response_format has no json_schema.schema",
+                fix="give {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}",
+            )
+        return StructuredOutputsParams(json=form.json_schema.schema)
+    if fields.structured_outputs is None:
+        return None
+    try:
+        return StructuredOutputsParams(**fields.structured_outputs)
+    except TypeError as error:
+        raise RequestError(f"structured_outputs: {error}", fix="name one kind of constraint, as 'json'") from error

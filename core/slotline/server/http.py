@@ -1,0 +1,161 @@
+"""Bodies in and answers out: limits, JSON, streams of events, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slotline.server.errors import HttpError, as_http_error
+
+T = TypeVar("T")
+Headers = Sequence[tuple[str, str]]
+_ENCODER = msgspec.json.Encoder()
+_LARGE = 256 * 1024
+"""Bytes from which on JSON is read and written on another thread than the loop's."""
+DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HttpError: with status 413 if it has more than `most` bytes. The rest is not read.
+    """
+    too_large = HttpError(413, f"the body has more than server.max_body, {most:,} bytes", code="body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > most:
+        raise too_large
+    parts, length = [], 0
+    async for part in request.stream():
+        length += len(part)
+        if length > most:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def decode(body: bytes, kind: type[T]) -> T:
+    """Return a body as an object of a kind.
+
+    Raises:
+        msgspec.DecodeError: if it is no JSON or not of this kind.
+        HttpError: if it is empty.
+    """
+    if not body:
+        raise HttpError(400, "the body is empty", code="invalid_json")
+    try:
+        if len(body) < _LARGE:
+            return msgspec.json.decode(body, type=kind)
+        return await asyncio.to_thread(msgspec.json.decode, body, type=kind)
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON."""
+    return _ENCODER.encode(value)
+
+
+def event(value: Any) -> bytes:
+    """Return a value as a server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """Return a value as a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(value) + b"\n\n"
+
+
+def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Response:
+    """Return a value as the answer."""
+    return Response(encode(value), status, dict(headers), media_type="application/json")
+
+
+def error_response(error: BaseException, *, anthropic: bool = False) -> Response:
+    """Return the answer to an exception, in the form of the endpoint's clients."""
+    known = as_http_error(error)
+    return json_response(known.anthropic() if anthropic else known.openai(), known.status, known.headers)
+
+
+class EventStream(Response):
+    """A stream of server-sent events. A client that goes away ends it.
+
+    The first event is awaited before the answer begins, so that what is wrong with a request gets its status.
+
+    Args:
+        events: the events, as bytes.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes], headers: Headers = ()) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **dict(headers)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client has gone."""
+        await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def begun(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Return events whose first one is there already.
+
+    Raises:
+        Exception: what the first one raised.
+    """
+    first = await anext(events, None)
+
+    async def all_of_them() -> AsyncGenerator[bytes]:
+        async with aclosing(events):
+            if first is not None:
+                yield first
+                async for one in events:
+                    yield one
+
+    return all_of_them()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return what some work returns. If the client goes away first, the work is cancelled, and None is returned."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Return the results of several works. If one fails, the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

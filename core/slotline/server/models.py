@@ -1,0 +1,84 @@
+"""`/v1/models`, and adapters that come and go as models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slotline.core.api.lora_request import LoRARequest
+from slotline.server.errors import HttpError
+from slotline.server.fields import Fields
+from slotline.server.http import json_response
+from slotline.server.state import ServerState
+
+
+class LoadAdapterFields(Fields):
+    """The body of `/v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterFields(Fields):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+async def list_models(state: ServerState, _request: Request) -> Response:
+    """Answer with the names that requests may give as their model."""
+    return json_response({"object": "list", "data": [_card(state, name) for name in (*state.names, *state.adapters)]})
+
+
+async def show_model(state: ServerState, request: Request) -> Response:
+    """Answer with one model.
+
+    Raises:
+        HttpError: with status 404 if there is none of this name.
+    """
+    name, _ = state.model(request.path_params["name"])
+    return json_response(_card(state, name))
+
+
+async def load_adapter(state: ServerState, request: Request) -> Response:
+    """Load an adapter, which requests may name as their model from now on.
+
+    Raises:
+        HttpError, SlotlineError, msgspec.DecodeError: if it cannot be loaded, or its name is taken.
+    """
+    fields = await state.read(request, LoadAdapterFields)
+    if fields.lora_name in (*state.names, *state.adapters):
+        raise HttpError(400, f"a model has the name {fields.lora_name!r}", param="lora_name", code="name_taken")
+    number = max(await state.llm.list_loras(), default=0) + 1
+    await state.llm.add_lora(LoRARequest(fields.lora_name, number, fields.lora_path))
+    state.adapters[fields.lora_name] = number
+    return json_response(_card(state, fields.lora_name))
+
+
+async def unload_adapter(state: ServerState, request: Request) -> Response:
+    """Unload an adapter that no request uses.
+
+    Raises:
+        HttpError, SlotlineError, msgspec.DecodeError: if there is none of this name, or a request uses it.
+    """
+    fields = await state.read(request, UnloadAdapterFields)
+    if fields.lora_name not in state.adapters:
+        raise HttpError(404, f"there is no adapter {fields.lora_name!r}", param="lora_name", code="model_not_found")
+    await state.llm.remove_lora(state.adapters[fields.lora_name])
+    del state.adapters[fields.lora_name]
+    return json_response({"id": fields.lora_name, "object": "model", "deleted": True})
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    adapter = name in state.adapters
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "slotline",
+        "root": state.names[0],
+        "parent": state.names[0] if adapter else None,
+        "max_model_len": state.llm.engine.limits.max_model_len,
+    }

@@ -1,0 +1,173 @@
+"""A server's life: build the engine, listen, serve, drain, end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+
+import uvicorn
+
+from slotline.llm.async_llm import AsyncLLM
+from slotline.registry.config import LoadedConfig
+from slotline.registry.config.schema import ServerConfig
+from slotline.registry.errors import ConfigError
+from slotline.server.app import build_app
+from slotline.server.keys import Keys
+from slotline.server.metrics import Metrics
+from slotline.server.state import ServerState, model_names
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, which stops taking requests at the first signal and ends at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM while the server runs, if this is the process's main thread."""
+        if current_thread() is not main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain, or end at once if that has begun."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._state.draining = True
+
+
+def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
+    """Serve until a signal ends it. Return the exit code.
+
+    Args:
+        loaded: the configuration.
+        say: tells the person who started it where it listens, once it does.
+
+    Raises:
+        SlotlineError: if the address is in use, the keys cannot be read, or the engine cannot be built.
+    """
+    keys = Keys.read(loaded.config.server)
+    with listening(loaded.config.server) as listener:  # before the weights are read, to report an address in use early
+        llm = AsyncLLM(loaded)
+        try:
+            state = build_state(llm)
+            say(_announcement(state, listener, keys))
+            Server(uvicorn_config(state, keys), state).run(sockets=[listener])
+            return 0 if llm.error is None else 2
+        finally:
+            llm.close()
+
+
+def build_state(llm: AsyncLLM) -> ServerState:
+    """Return what the endpoints share, for an engine."""
+    loaded = llm.loaded
+    names = model_names(loaded.config.server, loaded.config.model)
+    named = loaded.config.lora.adapters if loaded.config.lora.name else {}
+    return ServerState(
+        llm=llm,
+        config=loaded.config.server,
+        names=names,
+        metrics=Metrics(llm, names[0]),
+        adapters={name: number for number, name in enumerate(named, 1)},
+    )
+
+
+@contextmanager
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """Listen on the configured address or Unix socket. A Unix socket's file is removed at the end.
+
+    Raises:
+        ConfigError: if that is not possible.
+    """
+    place = config.socket or f"{config.host}:{config.port}"
+    try:
+        listener = _unix(Path(config.socket)) if config.socket else _tcp(config.host, config.port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"the server cannot listen on {place}: {reason}",
+            fix="set server.host and server.port (0 for a free one), or end what uses them",
+        ) from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if config.socket:
+            Path(config.socket).unlink(missing_ok=True)
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _announcement(state: ServerState, listener: socket.socket, keys: Keys) -> str:
+    """Return where the server listens, and what it runs."""
+    config = state.config
+    if config.socket:
+        place = f"unix:{config.socket}"
+    else:
+        host, port = listener.getsockname()[:2]
+        place = f"{'https' if config.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    asked = "keys are asked for" if keys.users else "no key is asked for"
+    return f"serving {', '.join(state.names)} on {place} ({asked})\n{state.llm.plan.summary()}"
+
+
+def uvicorn_config(state: ServerState, keys: Keys) -> uvicorn.Config:
+    """Return uvicorn's configuration of a server."""
+    config = state.config
+    if config.access_log:
+        _log_to_stderr(logging.getLogger("slotline.access"))
+    return uvicorn.Config(
+        build_app(state, keys),
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        lifespan="off",
+        root_path=config.root_path,
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=list(config.trusted_proxies),
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        ssl_certfile=config.ssl_certfile or None,
+        ssl_keyfile=config.ssl_keyfile or None,
+        ws="none",
+    )
+
+
+def _log_to_stderr(logger: logging.Logger) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
