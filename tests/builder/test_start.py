@@ -15,11 +15,11 @@ from engine_driver import random_prompts, tokens_of
 from tiny_engines import DEFAULTS
 
 from slotline.backends.cuda import copies as staging
+from slotline.builder import engine_builder
 from slotline.builder.engine_builder import EngineBuilder
 from slotline.builder.warmup import Warmup
 from slotline.core import LLM, SamplingParams
 from slotline.core.device import transfer_buffer
-from slotline.core.model_runner import model_runner
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.planner.plan import make_plan
 from slotline.plugins.multimodal.encoder_runner import EncoderRunner
@@ -49,7 +49,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     record(
         ModelRunner, "run", lambda _, inputs: (len(inputs.rows), inputs.num_tokens, inputs.input_ids.unique().numel())
     )
-    record(model_runner, "warm_up", lambda *args: args)
+    record(engine_builder, "warm_up", lambda *args: args)
     record(DraftRunner, "rehearse", lambda _, states: states is not None)
     record(EncoderRunner, "profile", lambda *_: None)
     record(Warmup, "warm_up", lambda _: None)

@@ -19,7 +19,7 @@ from tiny_engines import everything_returned
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request import Request
-from slotline.core.model_runner import model_runner as runner_module
+from slotline.core.model_runner import output_head as runner_module
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import CapacityError, IntegrityError

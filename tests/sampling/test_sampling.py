@@ -15,12 +15,13 @@ import torch
 from engine_driver import GREEDY, add, random_prompts, run_all
 from sampling_cases import allowed, batch, columns, draw, drawn, masked
 
+from slotline.builder import sampling_profile
+from slotline.builder.sampling_profile import warm_up
 from slotline.core import LLM, Logprob, SamplingParams
-from slotline.core.batch.logprobs import LogprobTable, pack_logprobs
+from slotline.core.batch.logprobs import pack_logprobs, unpack_logprobs
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.torch_sampling import scale
-from slotline.core.sampling import sampler as sampler_module
-from slotline.core.sampling.sampler import uniforms, warm_up
+from slotline.core.sampling.sampler import uniforms
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -408,11 +409,11 @@ def test_a_token_far_from_the_top_keeps_its_rank(tiny: Tiny, engines: Engines) -
 
 def test_top_tokens_come_in_rank_order_after_the_chosen_one() -> None:
     scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    table = LogprobTable.unpack(pack_logprobs(scores, torch.tensor([2]), 3, normalise=False).numpy())
-    entry = table.entry(0, 3)
+    packed = pack_logprobs(scores, torch.tensor([2]), 3, normalise=False).numpy()
+    (entry,) = unpack_logprobs(packed, [3])
     assert list(entry) == [2, 1, 3]
     assert {token: value.rank for token, value in entry.items()} == {1: 1, 3: 2, 2: 3}
-    assert table.entry(0, 1) == {2: Logprob(1.0, 3), 1: Logprob(3.0, 1)}
+    assert unpack_logprobs(packed, [1])[0] == {2: Logprob(1.0, 3), 1: Logprob(3.0, 1)}
 
 
 @pytest.mark.parametrize("chunk", [64, 24, 7])
@@ -490,7 +491,7 @@ def test_a_sampler_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     warm_up(3, 50, "cpu", CpuOps())
-    monkeypatch.setattr(sampler_module, "sample_checked", fail)
+    monkeypatch.setattr(sampling_profile, "sample_checked", fail)
     with pytest.raises(CapacityError, match=r"sampling 3 rows of 50 logits[\s\S]*scheduler.max_requests"):
         warm_up(3, 50, "cpu", CpuOps())
 

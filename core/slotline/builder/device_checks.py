@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from slotline.builder.sampling_profile import made_up_batch
 from slotline.core.device.torch_device import compiler_of
-from slotline.core.sampling.sampler import made_up_batch
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import Device
 from slotline.registry.descriptor import Kind

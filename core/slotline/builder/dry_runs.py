@@ -12,13 +12,14 @@ from itertools import product
 
 import torch
 
+from slotline.builder.sampling_profile import made_up_batch
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.sampling.sampler import made_up_batch, sample_checked
+from slotline.core.sampling.sampler import sample_checked
 from slotline.registry.contracts import AttentionLayer, Device, DeviceOps, MissingKernels
 
 

@@ -23,6 +23,7 @@ from slotline.builder.request_services import (
     limits_of,
     load_tokenizer,
 )
+from slotline.builder.sampling_profile import warm_up
 from slotline.builder.sizing import size_pool
 from slotline.builder.warmup import Warmup
 from slotline.core.batch.extensions import Extensions
@@ -383,7 +384,11 @@ class EngineBuilder:
             for rehearse in runner.extensions.rehearse:
                 rehearse(output)
         requests = self.planned.loaded.config.scheduler.max_requests
-        runner.head.rehearse(requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
+        most = (requests if overlaps else 1, self.planned.facts.vocab_size, self.planned.device)
+        if extensions.output_head:
+            getattr(runner.head, "rehearse", lambda *_: None)(*most)
+        else:
+            warm_up(*most, runner.ops)
         del held  # until here: what extensions keep lies beside a step
 
     def _scheduler(

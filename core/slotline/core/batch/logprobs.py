@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import frozen
 
 from slotline.core.api.outputs import Logprob, TokenLogprobs
 from slotline.core.device.transfer_buffer import Download
@@ -43,45 +43,15 @@ class PendingLogprobs:
     scored: ScoredPlaces
     packed: Download
 
-    def wait(self) -> dict[int, TokenLogprobs]:
-        """Wait for the log-probabilities and return the entries by logits row."""
-        table = LogprobTable.unpack(self.packed.wait())
-        tops = self.scored.tops.tolist()
-        return {place: table.entry(i, tops[i]) for i, place in enumerate(self.scored.places.tolist())}
-
-
-@define(kw_only=True, eq=False)
-class LogprobTable:
-    """Top values and the chosen token's, for n positions, on the host.
-
-    Attributes:
-        token_ids: [n, k + 1], the chosen token first, then the top k.
-        values: [n, k + 1].
-        ranks: [n], rank of the chosen token, from 1.
-    """
-
-    token_ids: list[list[int]]
-    values: list[list[float]]
-    ranks: list[int]
-
-    @classmethod
-    def unpack(cls, packed: npt.NDArray[np.int32]) -> LogprobTable:
-        """Unpack the downloaded table that `pack_logprobs` computed."""
-        width = packed.shape[1] // 2
-        return cls(
-            token_ids=packed[:, :width].tolist(),
-            values=packed[:, width:-1].view(np.float32).tolist(),
-            ranks=packed[:, -1].tolist(),
-        )
-
-    def entry(self, index: int, top: int) -> TokenLogprobs:
-        """Return the chosen token and the `top` most likely ones at one position."""
-        ids, values = self.token_ids[index], self.values[index]
-        entry = {
-            token: Logprob(value, rank)
-            for rank, (token, value) in enumerate(zip(ids[1 : top + 1], values[1:], strict=False), 1)
-        }
-        return {ids[0]: Logprob(values[0], self.ranks[index]), **entry}
+    def by_row(self, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
+        """Wait, and return the entries of the tokens [n] at `places`, by the rows [n] that got them."""
+        entries = unpack_logprobs(self.packed.wait(), self.scored.tops.tolist())
+        entry_of = dict(zip(self.scored.places.tolist(), entries, strict=True))
+        found: dict[int, list[TokenLogprobs]] = {}
+        for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+            if place in entry_of:
+                found.setdefault(row, []).append(entry_of[place])
+        return found
 
 
 def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, normalise: bool) -> torch.Tensor:
@@ -94,9 +64,8 @@ def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, norma
         normalise: log-softmax first (`*_logprobs`), or the logits themselves (`*_logits`).
 
     Returns:
-        [n, 2 k + 3] int32 on the device, for `LogprobTable.unpack`: the chosen token and the top k (k is `top`, or the
-        vocabulary's size if that is less), their values' float32 bits, and the chosen token's rank.
-        It is downloaded in one copy.
+        [n, 2 k + 3] int32 on the device, downloaded in one copy: the chosen token and the top k (k is `top`, or the
+        vocabulary's size if that is less), their values' float32 bits, and the chosen token's rank, from 1.
     """
     values = scores.log_softmax(dim=-1) if normalise else scores
     picked = values.gather(-1, chosen[:, None])
@@ -106,11 +75,19 @@ def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, norma
     return torch.cat([chosen[:, None].int(), ids.int(), numbers, ranks.int()], dim=-1)
 
 
+def unpack_logprobs(packed: npt.NDArray[np.int32], tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Return each position's chosen token, then its `tops` [n] most likely ones, of what `pack_logprobs` gave."""
+    width, entries = packed.shape[1] // 2, list[TokenLogprobs]()
+    columns = (packed[:, :width], packed[:, width:-1].view(np.float32), packed[:, -1])
+    for ids, values, rank, top in zip(*(column.tolist() for column in columns), tops, strict=True):
+        entry = {token: Logprob(values[i], i) for i, token in enumerate(ids[1 : top + 1], 1)}
+        entries.append({ids[0]: Logprob(values[0], rank), **entry})
+    return entries
+
+
 def with_text(entries: Sequence[TokenLogprobs | None], decode: dict[int, str]) -> list[TokenLogprobs | None]:
     """Return the entries with each token's text filled in from `decode`."""
     return [
-        None
-        if entry is None
-        else {token: value._replace(decoded_token=decode.get(token)) for token, value in entry.items()}
+        entry and {token: value._replace(decoded_token=decode.get(token)) for token, value in entry.items()}
         for entry in entries
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -10,25 +12,28 @@ import torch
 from attrs import evolve
 
 from slotline.core.api.outputs import TokenLogprobs
-from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
+from slotline.core.batch.logprobs import PendingLogprobs, ScoredPlaces, pack_logprobs, unpack_logprobs
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import Download
 from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
-from slotline.core.sampling.sampler import sample_checked, warm_up
+from slotline.core.sampling.sampler import sample_checked
 from slotline.registry.contracts import TokenSampler
 
 if TYPE_CHECKING:
     from slotline.core.model_runner.model_runner import ModelRunner
 
 Int = npt.NDArray[np.int64]
-NONE_SPOILED: frozenset[int] = frozenset()
 _PROMPT_LOGITS_AT_A_TIME = 256  # rows of the vocabulary, to bound the memory of prompt log-probabilities
 
 
 class OutputHead(Protocol):
-    """Work after a forward pass, which ends a step."""
+    """Work after a forward pass, which ends a step.
+
+    If it may take more memory than a made-up step does, the head has `rehearse(num_rows, vocab_size, device)` too,
+    which takes that much, and raises `CapacityError` if it does not fit.
+    """
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """Return the tokens [n] int64 whose hidden states `start` needs, or None for all."""
@@ -40,14 +45,6 @@ class OutputHead(Protocol):
 
     def finish(self, pending: Any) -> StepOutput:
         """Wait for the results of a step."""
-        ...
-
-    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
-        """Take the most memory that the work of a step may take, if a made-up step does not.
-
-        Raises:
-            CapacityError: if it does not fit.
-        """
         ...
 
 
@@ -77,13 +74,7 @@ class SamplingHead:
         self.raw_logprobs = when == "raw"
         self.normalise_logprobs = what == "logprobs"
 
-    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
-        """Return the tokens that sample."""
-        return inputs.logits_indices
-
-    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
-        """Sample once at full size."""
-        warm_up(num_rows, vocab_size, device, self.ops)
+    wanted: Callable[[ModelInputs], torch.Tensor | None] = staticmethod(attrgetter("logits_indices"))  # one call less
 
     @torch.inference_mode()
     def start(self, launched: ForwardOutput) -> PendingSample:
@@ -96,13 +87,12 @@ class SamplingHead:
             return self._drawn_plainly(launched, self.plain_draws)
         with scope("logits"):
             states, logits = self._wanted(launched)
-        batch = inputs.sampling
         with scope("process"):
             processed = self.pipeline.apply(
                 logits,
-                batch.rows,
+                inputs.sampling.rows,
                 inputs.spec_positions,
-                all_greedy=batch.all_greedy,
+                all_greedy=inputs.sampling.all_greedy,
                 spec_paths=inputs.spec_paths,
             )
         for process in self.extensions.process:
@@ -110,8 +100,11 @@ class SamplingHead:
         if self.extensions.process_logits:
             processed = self._processed_further(processed, inputs)
         with scope("sample"):
+            keep_final = not self.raw_logprobs and inputs.scored is not None
+            for wants in self.extensions.wants_final_logits:
+                keep_final = keep_final or wants(inputs)
             drawn = sample_checked(
-                processed.logits, batch, inputs.sampling_params, self.ops, keep_final=self._keeps_final(inputs)
+                processed.logits, inputs.sampling, inputs.sampling_params, self.ops, keep_final=keep_final
             )
             tokens, final = drawn.tokens, drawn.final
             for revise in self.extensions.revise_tokens:
@@ -130,19 +123,17 @@ class SamplingHead:
             num_nans = self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None
         with scope("output"):
             scores = logits if self.raw_logprobs or final is None else final
-            logprobs = None if inputs.scored is None else self._logprobs(scores, tokens, inputs.scored)
-            prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {}
-        sampling = PendingSample(
-            batch=batch,
-            spec_positions=inputs.spec_positions,
-            tokens=arriving,
-            sampled=sampled,
-            extras=extras,
-            errors=processed.errors,
-            num_nans=num_nans,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+            sampling = PendingSample(
+                batch=inputs.sampling,
+                spec_positions=inputs.spec_positions,
+                tokens=arriving,
+                sampled=sampled,
+                extras=extras,
+                errors=processed.errors,
+                num_nans=num_nans,
+                logprobs=None if inputs.scored is None else self._logprobs(scores, tokens, inputs.scored),
+                prompt_logprobs=self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {},
+            )
         for listener in self.extensions.after_sample:
             listener(sampling)
         return sampling
@@ -164,8 +155,8 @@ class SamplingHead:
             for accept in self.extensions.accept_tokens:
                 places, num_kept = accept(sampling, token_ids)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
-        failed: dict[int, str] = {}
-        judged, spoiled = (places, rows), NONE_SPOILED  # those that fail have their NaN counted too
+        failed, spoiled = dict[int, str](), frozenset[int]()
+        num_nans = {} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, places, rows)
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             restrictions = self.extensions.restrictions
@@ -182,9 +173,9 @@ class SamplingHead:
             spec_positions=positions,
             num_kept=num_kept,
             extras=sampling.extras,
-            logprobs={} if sampling.logprobs is None else _by_row(sampling.logprobs, places, rows),
+            logprobs={} if sampling.logprobs is None else sampling.logprobs.by_row(places, rows),
             prompt_logprobs=sampling.prompt_logprobs,
-            num_nans={} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, *judged),
+            num_nans=num_nans,
             failed=failed,
             spoiled=spoiled,
         )
@@ -195,14 +186,13 @@ class SamplingHead:
             return False
         if whole or self.count_nans or self.extensions.process_logits:
             return False
-        batch = inputs.sampling
         if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
             return False
-        return not self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy)
+        return not self.pipeline.has_work(inputs.sampling.rows, all_greedy=inputs.sampling.all_greedy)
 
     def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
         """Draw the tokens of a step with the fast sampler."""
-        inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
+        inputs, logits = launched.inputs, launched.logits
         assert inputs.stand_ins is not None
         captured = logits is not None and inputs.all_sample
         if logits is None or not captured:
@@ -210,12 +200,7 @@ class SamplingHead:
                 _, logits = self._wanted(launched)
         with self.profiler.scope("sample"):
             tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
-        return PendingSample(
-            batch=batch,
-            spec_positions=None,
-            tokens=arriving,
-            sampled=tokens,
-        )
+        return PendingSample(batch=inputs.sampling, spec_positions=None, tokens=arriving, sampled=tokens)
 
     def _wanted(self, launched: ForwardOutput) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states and logits [num_logits, ...] of the tokens that sample."""
@@ -234,58 +219,38 @@ class SamplingHead:
             plan(inputs, indices)
         return self.model.compute_logits(states)
 
-    def _keeps_final(self, inputs: ModelInputs) -> bool:
-        """Return whether this step needs the logits that its tokens are drawn from, in addition to the tokens."""
-        for wants in self.extensions.wants_final_logits:
-            if wants(inputs):
-                return True
-        return not self.raw_logprobs and inputs.scored is not None
-
     def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
         """Start scoring the sampled tokens of the places that ask for it."""
-        packed = self._scores(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
+        packed = self._pack(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
         return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
 
     def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
         """Score the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
-        starts = inputs.query_start_loc_cpu
         result = {}
         for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
-            row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
-            first = int(inputs.seq_lens_cpu[i]) - count
-            count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
-            if count <= 0:
-                continue
-            targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
-            chunk = hidden[int(starts[i]) : int(starts[i]) + count]
-            top = int(self.rows.num_prompt_logprobs[row])
-            places = torch.arange(int(starts[i]), int(starts[i]) + count, device=hidden.device)
-            result[row] = (first + 1, self._score(inputs, chunk, places, targets.to(hidden.device), top))
+            row, start = int(inputs.rows[i]), int(inputs.query_start_loc_cpu[i])
+            first = int(inputs.seq_lens_cpu[i] - inputs.num_scheduled[i]) + 1
+            end = min(int(inputs.seq_lens_cpu[i]) + 1, int(self.rows.num_prompt_tokens[row]))
+            targets = self.rows.token_ids[row, first:end]
+            if len(targets):
+                top = int(self.rows.num_prompt_logprobs[row])
+                result[row] = (first, self._score(inputs, hidden, start, targets.astype(np.int64), top))
         return result
 
     def _score(
-        self, inputs: ModelInputs, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, top: int
+        self, inputs: ModelInputs, hidden: torch.Tensor, start: int, targets: Int, top: int
     ) -> list[TokenLogprobs]:
+        """Score `targets` [n] by the hidden states of the step's tokens from `start` on."""
         entries: list[TokenLogprobs] = []
-        parts = (tensor.split(_PROMPT_LOGITS_AT_A_TIME) for tensor in (hidden, places, targets))
-        for states, indices, tokens in zip(*parts, strict=True):
-            logits = self._compute_logits(states, inputs, indices)
-            table = LogprobTable.unpack(self._scores(logits, tokens, top).cpu().numpy())
-            entries += [table.entry(i, top) for i in range(len(tokens))]
+        places = torch.arange(start, start + len(targets), device=hidden.device)
+        each = (hidden[start : start + len(targets)], places, torch.from_numpy(targets).to(hidden.device))
+        for states, indices, tokens in zip(*(one.split(_PROMPT_LOGITS_AT_A_TIME) for one in each), strict=True):
+            packed = self._pack(self._compute_logits(states, inputs, indices), tokens, top)
+            entries += unpack_logprobs(packed.cpu().numpy(), [top] * len(tokens))
         return entries
 
-    def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+    def _pack(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
         return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
-
-
-def _by_row(logprobs: PendingLogprobs, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
-    """Return the log-probabilities of the tokens [n] at `places`, by the rows [n] that got them."""
-    found: dict[int, list[TokenLogprobs]] = {}
-    entries = logprobs.wait()
-    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-        if place in entries:
-            found.setdefault(row, []).append(entries[place])
-    return found
 
 
 def _nans_by_row(num_nans: Download, places: Int, rows: Int) -> dict[int, int]:

@@ -12,16 +12,13 @@ the device. A step's parameters are sent in one array, see `SamplingMetadata.pac
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from slotline.core.batch.sampling_metadata import SamplingMetadata, uniforms
-from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.torch_sampling import invert
 from slotline.registry.contracts.device import DeviceOps, Drawn
-from slotline.registry.errors import CapacityError
 
-__all__ = ["Drawn", "SamplingMetadata", "invert", "sample_checked", "uniforms", "warm_up"]
+__all__ = ["Drawn", "SamplingMetadata", "invert", "sample_checked", "uniforms"]
 
 
 def sample_checked(
@@ -48,35 +45,3 @@ def sample_checked(
         tokens, holds_nan = ops.argmax_checked(logits)
         return Drawn(tokens, logits if keep_final else None, holds_nan)
     return ops.sample(logits, batch, params, keep_final=keep_final)
-
-
-def warm_up(num_rows: int, vocab_size: int, device: str, ops: DeviceOps) -> None:
-    """Run the sampler once at full size on random logits, so that its memory is part of the profile.
-
-    Raises:
-        CapacityError: if the device runs out of memory. It names the setting to lower.
-    """
-    batch = made_up_batch(num_rows, vocab_size)
-    params = torch.from_numpy(batch.packed()).to(device)
-    try:
-        sample_checked(torch.randn(num_rows, vocab_size, device=device), batch, params, ops, keep_final=True)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise CapacityError(
-            f"sampling {num_rows} rows of {vocab_size} logits does not fit into memory",
-            fix="lower scheduler.max_requests or cache.memory",
-        ) from error
-
-
-def made_up_batch(num_rows: int, vocab_size: int) -> SamplingMetadata:
-    """Make up parameters of rows that use every option of a draw."""
-    return SamplingMetadata(
-        rows=np.arange(num_rows),
-        positions=np.zeros(num_rows, np.int64),
-        temperature=np.full(num_rows, 0.5, np.float32),
-        top_k=np.full(num_rows, max(1, vocab_size - 1), np.int64),
-        top_p=np.full(num_rows, 0.9, np.float32),
-        log_floor=np.full(num_rows, -4.6, np.float32),
-        seed=np.arange(num_rows, dtype=np.uint64),
-    )

@@ -16,11 +16,12 @@ from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.sampling.logits_processors import ProcessorSlot, checking
+from slotline.core.sampling.logits_processors import ProcessorSlot
 from slotline.plugins.guidance.pairs import LivePairs, pair, refuse_companion
 from slotline.plugins.guidance.places import CompanionFields, follow
 from slotline.registry.contracts import Companion, ExtensionContext
 from slotline.registry.errors import IntegrityError, RequestError
+from slotline.registry.processor_checks import checking
 
 Int = npt.NDArray[np.int64]
 
@@ -66,7 +67,7 @@ class GuidanceExtension:
         found: list[Companion] = []
         if request.leader is None:
             for slot in self._processors:
-                with checking(slot):
+                with checking(slot.name, slot.source):
                     companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
                 found += [] if companion is None else [companion]
         if len(found) > 1:

@@ -87,9 +87,6 @@ class PoolingHead:
             spoiled=frozenset(found),
         )
 
-    def rehearse(self, num_rows: int, vocab_size: int, device: str) -> None:
-        """Do nothing: what pooling takes was part of the step."""
-
     def _params(self, row: int) -> PoolingParams:
         request = self._rows.requests[row]  # None in profiling and warm-up
         params: PoolingParams | None = None if request is None else request.task_params

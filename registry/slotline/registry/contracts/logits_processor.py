@@ -223,3 +223,21 @@ class LogitsProcessor(Protocol):
             None for no companion. `admit` must return True exactly if there is a companion.
         """
         ...
+
+
+class BatchFields(Protocol):
+    """Further fields of the batches of some processors, which `processor_fields` of an extension returns."""
+
+    def has(self, rows: npt.NDArray[np.int64], which: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of the places `which` [m] among a step's `rows` [n] have these fields."""
+        ...
+
+    def of(self, raw: torch.Tensor, rows: npt.NDArray[np.int64], which: npt.NDArray[np.int64]) -> Mapping[str, Any]:
+        """Return the fields of `LogitsBatch` for the places `which` [m], by name.
+
+        Args:
+            raw: [n, vocab_size] float32, the step's logits before any processor.
+            rows: [n] permanent rows.
+            which: [m] places among them.
+        """
+        ...
