@@ -11,10 +11,13 @@ import pytest
 from slotline.registry.moved_modules import MOVED, RENAMED
 
 OLD = (
-    ("slotline.core.uploads", "sent", "slotline.core.device.async_copy", "to_device"),
+    ("slotline.core.uploads", "sent", "slotline.kernels.async_copy", "to_device"),
     ("slotline.core.replays", "is_replayed", "slotline.kernels.graph_capture_state", "is_replayed"),
     ("slotline.core.sampling.likeliest", "likeliest", "slotline.backends.cuda.ops", "argmax"),
-    ("slotline.core.planning.device", "device_scope", "slotline.core.device.scope", "device_scope"),
+    ("slotline.core.planning.device", "device_scope", "slotline.kernels.device_scope", "device_scope"),
+    ("slotline.core.device.scope", "on_device", "slotline.kernels.device_scope", "on_device"),
+    ("slotline.core.device.async_copy", "to_device", "slotline.kernels.async_copy", "to_device"),
+    ("slotline.core.device.packed_parameters", "STRIDE", "slotline.kernels.packed_parameters", "STRIDE"),
     ("slotline.core.numba_cache", "cached_njit", "slotline.kernels.numba_cache", "cached_njit"),
     ("slotline.core.engine", "Engine", "slotline.core.engine.engine", "Engine"),
     ("slotline.core.sampling.sampler", "uniforms", "slotline.core.batch.sampling_metadata", "uniforms"),
@@ -34,7 +37,7 @@ def test_an_old_path_warns_and_names_the_new_one() -> None:
         text=True,
     )
     assert done.returncode != 0
-    assert "slotline.core.uploads has moved to slotline.core.device.async_copy" in done.stderr
+    assert "slotline.core.uploads has moved to slotline.kernels.async_copy" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*has moved:DeprecationWarning")

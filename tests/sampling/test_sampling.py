@@ -20,8 +20,8 @@ from slotline.builder.sampling_profile import warm_up
 from slotline.core import LLM, Logprob, SamplingParams
 from slotline.core.batch.logprobs import pack_logprobs, unpack_logprobs
 from slotline.core.device.cpu_ops import CpuOps
-from slotline.core.device.torch_sampling import scale
 from slotline.core.sampling.sampler import uniforms
+from slotline.kernels.torch_sampling import scale
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,10 +17,10 @@ from sampling_cases import allowed, batch, params, sample
 from slotline.core.batch.logprobs import pack_logprobs
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, PackedParameters, SamplingMetadata
 from slotline.core.device.torch_ops import TorchOps
-from slotline.core.device.torch_sampling import draw_torch
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE
 from slotline.core.sampling.sampler import uniforms
+from slotline.kernels.torch_sampling import draw_torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.backends.cuda import triton_argmax as triton_likeliest

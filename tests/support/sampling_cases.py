@@ -9,8 +9,8 @@ import torch
 from devices import device_for
 
 from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
-from slotline.core.device.torch_sampling import invert, least_kept
 from slotline.core.sampling.sampler import sample_checked
+from slotline.kernels.torch_sampling import invert, least_kept
 
 
 def batch(n: int, **values: Any) -> SamplingMetadata:

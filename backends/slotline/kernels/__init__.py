@@ -1,1 +1,1 @@
-"""Toolkit of kernel authors: launchers, compilation ahead of time and on-disk caches."""
+"""Toolkit of kernel authors: launchers, compilation ahead of time, caches, and what kernels are held against."""

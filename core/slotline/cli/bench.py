@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from slotline.cli.bench_figures import figures
     from slotline.cli.bench_limits import cost_of, measure_machine
     from slotline.cli.bench_run import median_run, timed_runs
-    from slotline.core.device.scope import device_scope
+    from slotline.kernels.device_scope import device_scope
     from slotline.llm.llm import LLM
 
     if arguments.runs < 1:

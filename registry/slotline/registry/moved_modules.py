@@ -23,7 +23,11 @@ MOVED = MappingProxyType(
         "slotline.core.numba_cache": "slotline.kernels.numba_cache",
         "slotline.core.replays": "slotline.kernels.graph_capture_state",
         "slotline.core.triton_support": "slotline.kernels.triton_support",
-        "slotline.core.uploads": "slotline.core.device.async_copy",
+        "slotline.core.uploads": "slotline.kernels.async_copy",
+        "slotline.core.device.async_copy": "slotline.kernels.async_copy",
+        "slotline.core.device.packed_parameters": "slotline.kernels.packed_parameters",
+        "slotline.core.device.scope": "slotline.kernels.device_scope",
+        "slotline.core.device.torch_sampling": "slotline.kernels.torch_sampling",
         "slotline.core.cli": "slotline.cli",
         "slotline.core.execution.compiling": "slotline.kernels.triton_precompile",
         "slotline.core.execution.runner": "slotline.core.model_runner.model_runner",
@@ -54,8 +58,8 @@ RENAMED = MappingProxyType(
 
 _ELSEWHERE = MappingProxyType(
     {
-        "slotline.core.planning.device.device_scope": "slotline.core.device.scope",
-        "slotline.core.planning.device.on_device": "slotline.core.device.scope",
+        "slotline.core.planning.device.device_scope": "slotline.kernels.device_scope",
+        "slotline.core.planning.device.on_device": "slotline.kernels.device_scope",
     }
 )
 _PACKAGES = frozenset({"slotline.core.execution", "slotline.core.frontend", "slotline.core.planning"})

@@ -17,7 +17,7 @@ from slotline.backends.cuda.triton_repeats import BLOCK, advance_decode_batch
 from slotline.backends.cuda.triton_sampling import sample_into
 from slotline.backends.cuda.triton_tables import put_rows, take_rows
 from slotline.core.device import TorchOps
-from slotline.core.device.packed_parameters import PackedParameters
+from slotline.kernels.packed_parameters import PackedParameters
 from slotline.kernels.triton_launcher import as_pointer
 from slotline.registry.contracts.device import (
     DecodeBatch,

@@ -24,8 +24,8 @@ from slotline.cli.tuning.trials import (
     graph_trials,
     refused_backends,
 )
-from slotline.core.device.scope import device_scope
 from slotline.core.engine.engine import Engine
+from slotline.kernels.device_scope import device_scope
 from slotline.planner.plan import Planned, make_plan
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import Model

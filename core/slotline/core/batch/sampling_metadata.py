@@ -7,7 +7,7 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.device.packed_parameters import FACTORS, PACKED, PACKED_WIDTH, SHIFTS, STRIDE, PackedParameters
+from slotline.kernels.packed_parameters import FACTORS, PACKED, PACKED_WIDTH, SHIFTS, STRIDE, PackedParameters
 
 __all__ = ["FACTORS", "PACKED_WIDTH", "SHIFTS", "STRIDE", "PackedParameters", "SamplingMetadata", "uniforms"]
 

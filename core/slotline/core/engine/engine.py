@@ -22,7 +22,6 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import ForwardOutput
 from slotline.core.device.out_of_memory import is_out_of_memory
-from slotline.core.device.scope import on_device
 from slotline.core.engine.admission_hooks import AdmissionHooks
 from slotline.core.engine.engine_lock import EngineLock, exclusive
 from slotline.core.engine.input_processor import InputProcessor
@@ -41,6 +40,7 @@ from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
+from slotline.kernels.device_scope import on_device
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CompiledKernel, KernelCompiler
 from slotline.registry.contracts.sampling_params import SamplingParams

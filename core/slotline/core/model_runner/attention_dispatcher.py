@@ -10,8 +10,8 @@ from attrs import define, evolve
 
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
-from slotline.core.device.scope import device_scope
 from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
+from slotline.kernels.device_scope import device_scope
 from slotline.kernels.graph_capture_state import is_captured
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError

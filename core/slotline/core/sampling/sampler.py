@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from slotline.core.batch.sampling_metadata import SamplingMetadata, uniforms
-from slotline.core.device.torch_sampling import invert
+from slotline.kernels.torch_sampling import invert
 from slotline.registry.contracts.device import DeviceOps, Drawn
 
 __all__ = ["Drawn", "SamplingMetadata", "invert", "sample_checked", "uniforms"]

@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from attrs import define, evolve, frozen
 
-from slotline.core.device.async_copy import to_device
-from slotline.core.device.scope import device_scope
+from slotline.kernels.async_copy import to_device
+from slotline.kernels.device_scope import device_scope
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
 
 Int = npt.NDArray[np.int64]

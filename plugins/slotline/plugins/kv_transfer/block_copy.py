@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from slotline.core.device.async_copy import to_device
 from slotline.core.device.torch_device import OrderedCopies
+from slotline.kernels.async_copy import to_device
 from slotline.registry.contracts import CopyStream
 
 STAGING_BYTES = 128 * 2**20

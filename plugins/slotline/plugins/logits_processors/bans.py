@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 
 
 def ban(logits: torch.Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve, field, frozen
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 from slotline.plugins.model_families import sentence_transformers
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.sentence_transformers import Recipe

@@ -115,7 +115,7 @@ class TableSampler:
         """Return tokens of rows without limits."""
         if params is None:
             return logits.argmax(-1)
-        from slotline.core.device.packed_parameters import PackedParameters
+        from slotline.kernels.packed_parameters import PackedParameters
 
         columns = PackedParameters(params)
         ends = (logits / columns.temperature[:, None]).double().softmax(-1).cumsum(-1)

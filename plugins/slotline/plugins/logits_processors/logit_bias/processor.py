@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError

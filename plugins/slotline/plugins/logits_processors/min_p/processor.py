@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 

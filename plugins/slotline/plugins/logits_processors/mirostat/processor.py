@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import ContractError, RequestError
 from slotline.registry.safe_repr import safe_repr

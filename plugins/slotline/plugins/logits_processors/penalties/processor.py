@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.async_copy import to_device
+from slotline.kernels.async_copy import to_device
 from slotline.kernels.triton_support import has_triton
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.device.async_copy import to_device
 from slotline.core.sampling.sampler import uniforms
+from slotline.kernels.async_copy import to_device
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr

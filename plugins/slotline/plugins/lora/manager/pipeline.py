@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from slotline.core.device.scope import device_scope
+from slotline.kernels.device_scope import device_scope
 from slotline.registry.errors import ContractError
 
 

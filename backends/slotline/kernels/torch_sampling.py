@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.packed_parameters import PackedParameters
+from slotline.kernels.packed_parameters import PackedParameters
 from slotline.registry.contracts.device import Drawn, SampledRows
 
 
