@@ -47,14 +47,14 @@ class Watched:
     def __init__(self, llm: LLM) -> None:
         self.llm, self.repeated, self.gathered = llm, 0, 0
         engine = llm.engine
-        repeated = engine.gatherer.repeats
+        repeated = engine.extension("repeated_steps").path
         assert repeated is not None
         plain = engine.gatherer
         sizes, last_tokens = plain.kernel_block_sizes, engine.runner.last_tokens
         host = HostTables(plain.groups, sizes)
         other = InputPreparer(
             plain.rows, plain.groups, sizes, CpuTransferBuffer(), host, 64, 0, last_tokens,
-            extensions=engine.extensions,
+            extensions=evolve(engine.extensions, gather_shortcut=()),
         )  # fmt: skip
         original = repeated.next
 
@@ -190,7 +190,7 @@ def test_a_copy_of_an_unchanged_batch_is_gone_on_from(
 
 
 def test_only_a_device_of_its_own_memory_goes_on_by_itself(tiny: Tiny, engines: Engines) -> None:
-    assert engines(tiny("llama"), **SMALL, **ON).engine.gatherer.repeats is None
+    assert engines(tiny("llama"), **SMALL, **ON).engine.extension("repeated_steps").path is None
 
 
 def test_tables_wider_than_a_program_copies_at_a_time_arrive_whole() -> None:

@@ -37,7 +37,6 @@ from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.kv_cache.memory_report import MemoryReport
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.decode_fast_path import repeats_for
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -283,9 +282,9 @@ class EngineBuilder:
 
     def _gatherer(self, parts: Parts, extensions: Extensions) -> InputPreparer:
         planned, plan, groups, stagings = self.planned, self.planned.plan, parts.groups, parts.stagings
-        devices = [planned.hardware[stage.device] for stage in planned.stages.stages]
+        device = planned.hardware[planned.stages.stages[0].device]
         kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
-        tables = tables_for(groups, kernel_sizes, stagings[0], devices[0], on_host=planned.on_host)
+        tables = tables_for(groups, kernel_sizes, stagings[0], device, on_host=planned.on_host)
         return InputPreparer(
             parts.rows,
             groups,
@@ -300,7 +299,6 @@ class EngineBuilder:
             max_fixed_len=planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
             extensions=extensions,
-            repeats=repeats_for(groups, kernel_sizes, stagings[0], tables, parts.last_tokens, devices),
         )
 
     def _runner(

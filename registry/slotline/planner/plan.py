@@ -340,6 +340,7 @@ def _negotiated(
         "kv_transfer": connector is not None,
         "microbatches": config.scheduler.microbatches > 1,
         "multimodal": bool(facts.modalities),
+        "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and not stages.divided,
         "structured_output": grammars.descriptor is not None,
     }
     features = refuse_extensions(registry, extensions, has)

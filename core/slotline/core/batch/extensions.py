@@ -72,6 +72,7 @@ class Extensions:
     captured_variants: tuple[Callable[[int], Sequence[int]], ...] = ()
     graph_variant: tuple[Callable[[Int], int], ...] = ()
     needs_eager: tuple[Callable[[SchedulerOutput], bool], ...] = ()
+    gather_shortcut: tuple[Callable[[Any], Any], ...] = ()  # of `InputPreparer`, gives a `GatherShortcut`
     gather: tuple[tuple[str, Callable[..., Any]], ...] = ()
     staging_bytes: tuple[Callable[[int], int], ...] = ()
     prepare_inputs: tuple[Callable[[ModelInputs], ModelInputs], ...] = ()

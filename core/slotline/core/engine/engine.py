@@ -180,7 +180,6 @@ class Engine:
         self.recovery = Recovery(
             requests=self.requests,
             scheduler=self.scheduler,
-            gatherer=self.gatherer,
             hand_out=self.hand_out,
             endings=self.endings,
             tokenizer=self.tokenizer,

@@ -17,7 +17,6 @@ from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
 from slotline.core.engine.output_processor import OutputProcessor
 from slotline.core.engine.request_finalizer import RequestFinalizer
-from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.text.tokenizer import Tokenizer
@@ -35,7 +34,6 @@ class Recovery:
 
     requests: dict[str, Request]
     scheduler: Scheduler
-    gatherer: InputPreparer
     hand_out: OutputProcessor
     endings: RequestFinalizer
     tokenizer: Tokenizer | None
@@ -56,8 +54,6 @@ class Recovery:
         self._leave_unprepared()
         rows.restore(known)
         scheduler.restore(self._queued())
-        if self.gatherer.repeats is not None:
-            self.gatherer.repeats.forget()
         for restore in self.extensions.restore:
             restore(list(self.requests.values()))
         failed = [

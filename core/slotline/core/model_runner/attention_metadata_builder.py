@@ -37,6 +37,9 @@ class AttentionMetadataBuilder:
         has_uncached: whether layers keep nothing.
         cuts_wanted: whether the model may leave out tokens that are not wanted in its last layers.
         extensions: whose `gather` adds arrays to a step.
+
+    Attributes:
+        num_assembled: steps so far. Each takes the place of the one before on the devices.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class AttentionMetadataBuilder:
         self._fixed_groups = tuple(i for i, group in enumerate(groups) if group.fixed_len is not None)
         self._last_tokens = last_tokens
         self._has_uncached = has_uncached
+        self.num_assembled = 0
         self._reserve(max_tokens, max_spec_tokens, extensions, cuts_wanted=cuts_wanted)
 
     def _reserve(self, max_tokens: int, max_spec_tokens: int, extensions: Extensions, *, cuts_wanted: bool) -> None:
@@ -98,6 +102,7 @@ class AttentionMetadataBuilder:
 
     def assemble(self, host: InputBatchCPU, shape: GraphShape | None) -> ModelInputs:
         """Pad to the shape, if there is one, and upload."""
+        self.num_assembled += 1
         host = host if shape is None else host.pad(shape, null_row=self._rows.max_requests)
         positions, seq_lens = host.positions, host.seq_lens32
         if host.pending is not None:  # on a CPU an upload is a view, which the device would change

@@ -7,6 +7,7 @@ request 1, its position is that request's computed tokens plus 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -21,8 +22,21 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import BlockTables
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_metadata_builder import AttentionMetadataBuilder
-from slotline.core.model_runner.decode_fast_path import DecodeFastPath
 from slotline.core.model_runner.device_inputs import DeviceInputs
+
+
+class GatherShortcut(Protocol):
+    """A way to the inputs of some steps without a gather, which an extension knows."""
+
+    def next(
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], variant: int
+    ) -> ModelInputs | None:
+        """Return the inputs of a step, or None to have them gathered."""
+        ...
+
+    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: Sequence[int], variant: int) -> None:
+        """Note the inputs of a step that was gathered."""
+        ...
 
 
 class InputPreparer:
@@ -43,11 +57,9 @@ class InputPreparer:
         has_uncached: bool = False,
         max_fixed_len: int = 0,
         cuts_wanted: bool = False,
-        repeats: DecodeFastPath | None = None,
         extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
         self.rows = rows
-        self.repeats = repeats
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self._has_bounds = last_tokens is not None and last_tokens.max_spec_tokens > 0
@@ -69,6 +81,8 @@ class InputPreparer:
             cuts_wanted=cuts_wanted,
             extensions=extensions,
         )
+        found = (shortcut(self) for shortcut in extensions.gather_shortcut)
+        self._shortcuts: tuple[GatherShortcut, ...] = tuple(one for one in found if one is not None)
 
     def gather(
         self,
@@ -87,13 +101,12 @@ class InputPreparer:
         on the device, in `prepare_inputs`, and gathers the inputs of sampling once that step was handed out, in
         `settle_step`.
         """
-        if self.repeats is None:
-            return self.assembler.assemble(self._batch(schedule, prefixes, variant), shape)
-        if (again := self.repeats.next(schedule, shape, prefixes, variant)) is not None:
-            return again
-        host = self._batch(schedule, prefixes, variant)
-        inputs = self.assembler.assemble(host, shape)
-        self.repeats.keep(schedule, inputs, host.input_ids, prefixes, variant)
+        for shortcut in self._shortcuts:
+            if (inputs := shortcut.next(schedule, shape, prefixes, variant)) is not None:
+                return inputs
+        inputs = self.assembler.assemble(self._batch(schedule, prefixes, variant), shape)
+        for shortcut in self._shortcuts:
+            shortcut.keep(schedule, inputs, prefixes, variant)
         return inputs
 
     def _batch(self, schedule: SchedulerOutput, prefixes: Sequence[int], variant: int) -> InputBatchCPU:
@@ -193,8 +206,6 @@ class InputPreparer:
             variant=variant,
             made_up=True,
         )
-        if self.repeats is not None:
-            self.repeats.forget()
         return self.assembler.assemble(host, shape)
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:

@@ -53,6 +53,7 @@ CARRIED: tuple[str, ...] = (
     "microbatches",
     "multimodal",
     "pooling",
+    "repeated_steps",
     "states",
     "structured_output",
 )
@@ -102,6 +103,7 @@ FEATURE_METHODS = (
     "captured_variants",
     "graph_variant",
     "needs_eager",
+    "gather_shortcut",
     "gather",
     "staging_bytes",
     "capture_kwargs",
@@ -465,6 +467,16 @@ class FeatureExtension(StepExtension, Protocol):
 
     def needs_eager(self, scheduled: Any) -> bool:
         """Return True if a step cannot be replayed from a captured graph."""
+        ...
+
+    def gather_shortcut(self, preparer: Any) -> Any:
+        """Return a `GatherShortcut`, which knows the inputs of some steps without a gather, or None for no step.
+
+        Called once for each preparer, when the engine is built.
+
+        Args:
+            preparer: `slotline.core.model_runner.input_preparer.InputPreparer`, whose module has the protocol.
+        """
         ...
 
     def gather(self, batch: Any, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> Any:

@@ -7,7 +7,7 @@ inputs that it holds in place, so that graphs find them at the same addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -21,9 +21,8 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, STRIDE
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.core.device.transfer_buffer import TransferBuffer
-from slotline.core.kv_cache.block_table import BlockTables, DeviceTables
-from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.core.kv_cache.block_table import DeviceTables
+from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.registry.contracts import DecodeBatch, Device
 
 Int = npt.NDArray[np.int64]
@@ -31,11 +30,12 @@ Int = npt.NDArray[np.int64]
 
 @frozen(eq=False)
 class _Last:
-    """A step whose inputs the device holds."""
+    """A step whose inputs the device holds, until the step of the next `number` is assembled."""
 
     inputs: ModelInputs
     prefixes: Sequence[int]
     variant: int
+    number: int
 
 
 class DecodeFastPath:
@@ -45,49 +45,38 @@ class DecodeFastPath:
     hold up the device for longer.
 
     Args:
+        preparer: gathers the steps that do not repeat the last one.
         tables: of the device, which must be the only tables.
         last_tokens: of steps that verify no tokens.
         device: its operations advance a batch.
-        before: waits until the device has read the previous step's host memory, its plans too.
     """
 
     def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        kernel_block_sizes: Sequence[int],
-        tables: DeviceTables,
-        last_tokens: PlaceholderTokens,
-        device: Device,
-        before: Callable[[], None],
+        self, preparer: InputPreparer, tables: DeviceTables, last_tokens: PlaceholderTokens, device: Device
     ) -> None:
-        self._groups, self._sizes = tuple(groups), tuple(kernel_block_sizes)
+        self._groups, self._sizes = preparer.groups, preparer.kernel_block_sizes
+        self._rows, self._assembler = preparer.rows, preparer.assembler
         self._tables, self._last_tokens, self._device = tables, last_tokens, device.torch_device
         self._advance_batch, self._scope = device.ops.advance_decode_batch, device.scope
-        self._wait = before
-        size = sum(len(group.versions) + group.table.size for group in groups)
+        self._wait = preparer.assembler.feeds[0].staging.begin  # for the last step's copies, those of plans too
+        size = sum(len(group.versions) + group.table.size for group in self._groups)
         self._sent = device.host_empty(size, torch.int32).zero_()
         self._host = self._sent.numpy()
         self._launches: list[Any] = []  # of the steps since the last one that was kept
         self._last: _Last | None = None
 
-    def keep(
-        self,
-        schedule: SchedulerOutput,
-        inputs: ModelInputs,
-        token_ids: Int,
-        prefixes: Sequence[int],
-        variant: int,
-    ) -> None:
-        """Note that the device holds the inputs of a step, among them `token_ids` [num_padded_tokens].
+    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: Sequence[int], variant: int) -> None:
+        """Note that the device holds the inputs of a step that was just gathered.
 
         Inputs that were kept before are gone.
         """
         self._last, self._launches = None, []
-        count = len(schedule.rows)
-        if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
+        rows = schedule.rows
+        if schedule.num_tokens != len(rows) or len(inputs.logits_rows) != len(rows) or inputs.stand_ins is None:
             return
-        if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
-            self._last = _Last(inputs, prefixes, variant)
+        token_ids = self._rows.token_ids[rows, schedule.num_computed]
+        if np.array_equal(token_ids, self._last_tokens.stand_ins(rows)):
+            self._last = _Last(inputs, prefixes, variant, self._assembler.num_assembled)
 
     def forget(self) -> None:
         """Note that the device holds the inputs of no step."""
@@ -98,7 +87,7 @@ class DecodeFastPath:
     ) -> ModelInputs | None:
         """Return the inputs of a step that repeats the last kept one. For any other step return None and do nothing."""
         last = self._last
-        if last is None or not schedule.same_batch:
+        if last is None or not schedule.same_batch or last.number != self._assembler.num_assembled:
             return None
         if (shape, variant) != (last.inputs.shape, last.variant):
             return None
@@ -106,7 +95,7 @@ class DecodeFastPath:
             return None
         self._wait()
         inputs = self._advance(last.inputs)
-        self._last = _Last(inputs, prefixes, variant)
+        self._last = _Last(inputs, prefixes, variant, last.number)
         return inputs
 
     def _advance(self, inputs: ModelInputs) -> ModelInputs:
@@ -198,26 +187,3 @@ class DecodeFastPath:
             self._host[at + count : end].reshape(-1, width)[...] = group.table[which, :width]
             at = end
         return found
-
-
-def repeats_for(
-    groups: Sequence[CacheGroup],
-    kernel_block_sizes: Sequence[int],
-    staging: TransferBuffer,
-    tables: BlockTables,
-    last_tokens: PlaceholderTokens | None,
-    devices: Sequence[Device],
-) -> DecodeFastPath | None:
-    """Build the fast path of an engine over `devices`, by stage, or return None if each step is gathered anew.
-
-    `staging` uploads the steps that do not repeat. Return None without async scheduling, if steps verify tokens (the
-    host then knows only an upper bound of token counts), on a CPU (there is nothing to upload), over several devices,
-    if a cache group has keys that do not come from a request's tokens, and if the device does not advance a batch by
-    itself.
-    """
-    if last_tokens is None or last_tokens.max_spec_tokens or not groups or len(devices) > 1:
-        return None
-    if any(group.fixed_len is not None for group in groups) or not isinstance(tables, DeviceTables):
-        return None
-    found = DecodeFastPath(groups, kernel_block_sizes, tables, last_tokens, devices[0], staging.begin)
-    return found if found.warm_up() else None
