@@ -1,8 +1,9 @@
-"""Layout of a step's sampling parameters on a device."""
+"""Layout of a step's sampling parameters on a device, and the random numbers of its draws."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import frozen
 
@@ -70,3 +71,19 @@ class PackedParameters:
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     """Shift unsigned numbers [n] held as int64 to the right."""
     return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+def uniforms(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return numbers [n] in [0, 1) from the rows' seeds [n] and positions [n], by SplitMix64."""
+    z = counters(seed, position)
+    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+        z = z ^ (z >> np.uint64(shift))
+        z = z if factor is None else z * np.uint64(factor)
+    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def counters(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return SplitMix64's counters [n], modulo 2**64, of the rows' seeds [n] and positions [n]."""
+    found: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
+    return found

@@ -83,11 +83,3 @@ def unpack_logprobs(packed: npt.NDArray[np.int32], tops: Sequence[int]) -> list[
         entry = {token: Logprob(values[i], i) for i, token in enumerate(ids[1 : top + 1], 1)}
         entries.append({ids[0]: Logprob(values[0], rank), **entry})
     return entries
-
-
-def with_text(entries: Sequence[TokenLogprobs | None], decode: dict[int, str]) -> list[TokenLogprobs | None]:
-    """Return the entries with each token's text filled in from `decode`."""
-    return [
-        entry and {token: value._replace(decoded_token=decode.get(token)) for token, value in entry.items()}
-        for entry in entries
-    ]

@@ -7,9 +7,9 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.kernels.packed_parameters import FACTORS, PACKED, PACKED_WIDTH, SHIFTS, STRIDE, PackedParameters
+from slotline.kernels.packed_parameters import PACKED, PACKED_WIDTH, STRIDE, PackedParameters, counters, uniforms
 
-__all__ = ["FACTORS", "PACKED_WIDTH", "SHIFTS", "STRIDE", "PackedParameters", "SamplingMetadata", "uniforms"]
+__all__ = ["PACKED_WIDTH", "STRIDE", "PackedParameters", "SamplingMetadata", "uniforms"]
 
 Int = npt.NDArray[np.int64]
 _LEAST_TEMPERATURE = np.float32(1e-6)
@@ -70,21 +70,5 @@ class SamplingMetadata:
         out["log_floor"] = self.log_floor
         out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
         out["greedy"] = greedy
-        out["counter"] = _counters(self.seed, self.positions)
+        out["counter"] = counters(self.seed, self.positions)
         return out.view(np.int32).reshape(-1, PACKED_WIDTH)
-
-
-def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) per row from seed and position, by SplitMix64."""
-    z = _counters(seed, position)
-    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
-        z = z ^ (z >> np.uint64(shift))
-        z = z if factor is None else z * np.uint64(factor)
-    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return numbers
-
-
-def _counters(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.uint64]:
-    """Return SplitMix64's counters, modulo 2**64."""
-    counters: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
-    return counters

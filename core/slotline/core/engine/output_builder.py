@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from slotline.core.batch.logprobs import with_text
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.text.tokenizer import Tokenizer
@@ -51,5 +50,8 @@ def with_token_texts(
     """Return log-probabilities with the text of each token, if there is a tokenizer."""
     if tokenizer is None:
         return list(entries)
-    tokens = {token for entry in entries if entry for token in entry}
-    return with_text(entries, {token: tokenizer.decode([token]) for token in tokens})
+    texts = {token: tokenizer.decode([token]) for token in {token for entry in entries if entry for token in entry}}
+    return [
+        entry and {token: value._replace(decoded_token=texts[token]) for token, value in entry.items()}
+        for entry in entries
+    ]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from slotline.core.model_runner.model_runner import ModelRunner
 
 Int = npt.NDArray[np.int64]
+_NONE_SPOILED: frozenset[int] = frozenset()
 _PROMPT_LOGITS_AT_A_TIME = 256  # rows of the vocabulary, to bound the memory of prompt log-probabilities
 
 
@@ -155,7 +156,8 @@ class SamplingHead:
             for accept in self.extensions.accept_tokens:
                 places, num_kept = accept(sampling, token_ids)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
-        failed, spoiled = dict[int, str](), frozenset[int]()
+        failed: dict[int, str] = {}
+        spoiled = _NONE_SPOILED
         num_nans = {} if sampling.num_nans is None else _nans_by_row(sampling.num_nans, places, rows)
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
