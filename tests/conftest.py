@@ -18,6 +18,8 @@ from interpreter_patches import quicken
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM
+from slotline.registry import discovery
+from slotline.registry.records import PluginRecord
 
 
 def pytest_configure() -> None:
@@ -95,6 +97,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The metadata of what is installed are read once, and again where a test puts a folder of its own on the path."""
+    known: dict[tuple[str, ...], list[PluginRecord]] = {}
+    original, temporary = discovery.installed_records, str(tmp_path_factory.getbasetemp())
+
+    def installed_records() -> list[PluginRecord]:
+        if any(path.startswith(temporary) for path in sys.path):
+            return original()
+        return list(known.get(key := tuple(sys.path)) or known.setdefault(key, original()))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(discovery, "installed_records", installed_records)
+        yield
 
 
 @pytest.fixture

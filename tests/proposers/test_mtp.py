@@ -10,7 +10,7 @@ import mtp_checkpoints
 import pytest
 import torch
 from engine_driver import add, random_prompts, run_all, tokens_of
-from mtp_checkpoints import FAMILIES, Expected
+from mtp_checkpoints import FAMILIES, expected_of
 from safetensors.torch import load_file, save_file
 
 from slotline.core import LLM, SamplingParams
@@ -53,7 +53,7 @@ def test_the_layer_drafts_from_its_cache_what_its_formula_says(
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
     assert llm.engine.extension("drafts").drafting.counts.failures == 0
     assert len(seen) > 50
-    assert agree(seen[::3], Expected(path, family)) == 1  # type: ignore[arg-type]
+    assert agree(seen[::3], expected_of(path, family)) == 1  # type: ignore[arg-type]
 
 
 def test_preemption_fills_the_cache_again(engines: Engines, folder: Any) -> None:
@@ -64,7 +64,7 @@ def test_preemption_fills_the_cache_again(engines: Engines, folder: Any) -> None
     run_all(llm)
     assert [r.output_token_ids for r in requests] == tokens_of(engines(path), prompts)
     assert sum(r.metrics.num_preemptions for r in requests) > 0
-    assert agree(seen[::2], Expected(path, "deepseek_v3")) > 0.9  # type: ignore[arg-type]  # last drafts may see a hole
+    assert agree(seen[::2], expected_of(path, "deepseek_v3")) > 0.9  # type: ignore[arg-type]  # last drafts may see a hole
 
 
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
@@ -80,7 +80,7 @@ def test_a_cached_prefix_has_the_layers_entries_too(engines: Engines, folder: An
     run_all(llm)
     assert [r.output_token_ids for r in requests] == tokens_of(plain, longer)
     assert all(r.metrics.num_cached_tokens >= 16 for r in requests)
-    assert agree(seen[::2], Expected(path, family)) == 1  # type: ignore[arg-type]
+    assert agree(seen[::2], expected_of(path, family)) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe_lite"])

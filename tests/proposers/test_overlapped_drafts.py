@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from device_drafter import Foreseeing
 from engine_driver import add, random_prompts, recorded, run_all, tokens_of
-from head_folders import Expected
+from head_folders import expected_of
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams
@@ -311,7 +311,8 @@ def test_a_head_drafts_what_it_drafts_without_a_cache(
     prompts, found = random_prompts((5, 40, 17, 2, 30, 12), seed=3), drafts_placed(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
     assert accepted(llm) >= 0
-    expected = Expected(head, path, kind)
+    expected = expected_of(head, path, kind)
+    found.sort(key=lambda each: -len(each[0]))  # what is computed for a text holds for all that it begins with
     assert len(found) > 50
     assert all(drafts == expected.drafts(tokens, len(drafts)) for tokens, drafts in found if drafts)
 

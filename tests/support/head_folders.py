@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import oracle
+from tiny_models import known_oracle
 
 from slotline.proposers.eagle.heads import Eagle3Head, EagleHead, fill, read_config, read_weights
 
@@ -68,27 +69,45 @@ class Dense:
 
 
 class Expected:
-    """What the head in a folder drafts for a model's text, computed from the whole text each time."""
+    """What the head in a folder drafts for a model's text, computed without a cache of blocks."""
 
     def __init__(self, folder: Path, model: Path, kind: str) -> None:
-        self.model, self.kind = oracle(model), kind
+        self.model, self.kind = known_oracle(model), kind
         config, weights = read_config(folder), read_weights(folder)
         self.head: Any = EagleHead(config, bias=True) if kind == "eagle" else Eagle3Head(config)
         fill(self.head, weights, folder)
         self.kept = weights["d2t"] + torch.arange(config.draft_vocab_size) if kind == "eagle3" else None
+        self.read: list[tuple[list[int], tuple[torch.Tensor, ...]]] = []
+        self.known: dict[tuple[int, ...], list[int]] = {}
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Drafts behind `tokens`, whose last one the model has not computed."""
+        """Drafts behind `tokens`, whose last one the model has not computed. They are computed once."""
+        found = self.known.setdefault((*tokens,), [])
+        if len(found) < count:
+            found[:] = self._drafted(tokens, count)
+        return found[:count]
+
+    def _drafted(self, tokens: list[int], count: int) -> list[int]:
+        embed, attend, last = self.model.get_input_embeddings(), Dense(), len(tokens) - 1
+        out, hidden, attend.keys, attend.values = (x[:last] for x in self._of_text(tokens))
+        found = [self._best(out)]
+        for place in range(last, last - 1 + count):
+            out, hidden = self.head(embed(torch.tensor(found[-1:])), hidden[-1:], torch.tensor([place]), attend)
+            found.append(self._best(out))
+        return found
+
+    def _of_text(self, tokens: list[int]) -> tuple[torch.Tensor, ...]:
+        """Outputs, hidden states, keys and values of the head at every place of a text that begins with `tokens`."""
+        for text, states in self.read:
+            if text[: len(tokens)] == tokens:
+                return states
         ids, embed, attend = torch.tensor(tokens), self.model.get_input_embeddings(), Dense()
         states = self.model(ids[None, :-1], output_hidden_states=True).hidden_states
         chosen = states[-1][0] if self.kind == "eagle" else torch.cat([states[layer][0] for layer in AUX], -1)
         out, hidden = self.head(embed(ids[1:]), self.head.enter(chosen), torch.arange(len(ids) - 1), attend)
-        found = [self._best(out)]
-        for place in range(len(ids) - 1, len(ids) - 2 + count):
-            out, hidden = self.head(embed(torch.tensor(found[-1:])), hidden[-1:], torch.tensor([place]), attend)
-            found.append(self._best(out))
-        return found
+        self.read.append((tokens, (out, hidden, attend.keys, attend.values)))
+        return self.read[-1][1]
 
     def _best(self, out: torch.Tensor) -> int:
         if self.kept is not None:
@@ -98,3 +117,9 @@ class Expected:
             getattr(self.model.config, "final_logit_softcapping", None),
         )
         return int((logits if cap is None else torch.tanh(logits / cap) * cap).argmax())  # capped ones may be equal
+
+
+@cache
+def expected_of(folder: Path, model: Path, kind: str) -> Expected:
+    """Return `Expected(folder, model, kind)`, made once. The folder must not be written again."""
+    return Expected(folder, model, kind)

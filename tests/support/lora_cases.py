@@ -42,6 +42,7 @@ class PeftOracle:
         peft = pytest.importorskip("peft")
         self.folder, self.names = folder, tuple(adapters)
         self.model: Any = None
+        self._known: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}
         torch.manual_seed(len(str(adapters)))
         base = tiny_models.oracle(path)
         for name, settings in adapters.items():
@@ -67,8 +68,8 @@ class PeftOracle:
             return self.model(input_ids=torch.tensor([tokens])).logits[0]
 
     def greedy(self, name: str | None, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The greedy continuation."""
-        tokens = list(prompt)
-        for _ in range(num_tokens):
-            tokens.append(int(self.logits(name, tokens)[-1].argmax()))
-        return tokens[len(prompt) :]
+        """The greedy continuation; each token is computed once."""
+        known = self._known.setdefault((name, tuple(prompt)), [])
+        while len(known) < num_tokens:
+            known.append(int(self.logits(name, [*prompt, *known])[-1].argmax()))
+        return known[:num_tokens]

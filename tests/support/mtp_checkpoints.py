@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import oracle
+from tiny_models import known_oracle
 from torch.nn.functional import linear, silu
 
 Weights = dict[str, torch.Tensor]
@@ -102,19 +103,36 @@ def _shapes(config: dict[str, Any], family: str) -> dict[str, tuple[int, ...]]:
 
 
 class Expected:
-    """What the layer drafts for a text, computed from the whole text each time."""
+    """What the layer drafts for a text, computed without a cache."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        self.model, self.family = oracle(folder), family
+        self.model, self.family = known_oracle(folder), family
         self.config = json.loads((folder / "config.json").read_text())
         self.weights = load_file(folder / "model.safetensors")
         self.names = names(family, self.config["num_hidden_layers"])
+        self.read: list[tuple[list[int], torch.Tensor]] = []
+        self.known: dict[tuple[int, ...], list[int]] = {}
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
-        """Drafts behind `tokens`, whose last one the model has not computed."""
+        """Drafts behind `tokens`, whose last one the model has not computed. They are computed once."""
+        found = self.known.setdefault((*tokens,), [])
+        if len(found) < count:
+            found[:] = self._drafted(tokens, count)
+        return found[:count]
+
+    def _of_text(self, tokens: list[int]) -> torch.Tensor:
+        """The model's last hidden states of a text that begins with `tokens`."""
+        for text, hidden in self.read:
+            if text[: len(tokens)] == tokens:
+                return hidden
+        hidden = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
+        self.read.append((tokens, hidden))
+        return hidden
+
+    def _drafted(self, tokens: list[int], count: int) -> list[int]:
         ids, embed = torch.tensor(tokens), self.model.get_input_embeddings()
-        hidden = self.model(ids[None, :-1], output_hidden_states=True).hidden_states[-1][0]
+        hidden = self._of_text(tokens[:-1])[: len(tokens) - 1]
         entered, out = embed(ids[1:]), list[int]()
         inputs = self.enter(entered, hidden)
         for _ in range(count):  # the whole sequence again: entries of guesses stand behind those of the text
@@ -220,11 +238,14 @@ class Expected:
         return self._chosen(x, own, shares, chosen) + self._mlp(x, f"{own}shared_experts.")
 
     def _chosen(self, x: torch.Tensor, own: str, shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows = [
-            sum(
-                share * self._mlp(token[None], f"{own}experts.{int(expert)}.")[0]
-                for share, expert in zip(*both, strict=True)
-            )
-            for token, *both in zip(x, shares, chosen, strict=True)
-        ]
-        return torch.stack(rows)
+        out = torch.zeros_like(x)
+        for expert in range(self.config.get("n_routed_experts") or self.config["num_experts"]):
+            share = shares.masked_fill(chosen != expert, 0.0).sum(-1, keepdim=True)  # [n, 1]
+            out += share * self._mlp(x, f"{own}experts.{expert}.")
+        return out
+
+
+@cache
+def expected_of(folder: Path, family: str) -> Expected:
+    """Return `Expected(folder, family)`, made once. The folder must not be written again."""
+    return Expected(folder, family)
