@@ -188,11 +188,17 @@ class KVCacheManager:
 
     def check(self, rows: RequestTable) -> None:
         """Raise IntegrityError unless tables, reference counts and rows agree."""
-        held = np.zeros(self.pool.num_blocks, np.int64)
+        blocks: list[int] = []
         for group in self.groups:
-            for row, blocks in enumerate(group.blocks):
-                self._check_row(group, row, blocks, rows)
-                np.add.at(held, [b for b in blocks if b != NULL_BLOCK], 1)
+            unused = np.ones(len(group.blocks), bool)
+            for row, own in enumerate(group.blocks):
+                if own:
+                    unused[row] = False
+                    self._check_row(group, row, own, rows)
+                    blocks += own
+            self._check_rows(group, unused, rows)
+        held = np.bincount(blocks, minlength=self.pool.num_blocks) if blocks else np.zeros(self.pool.num_blocks, int)
+        held[NULL_BLOCK] = 0
         if not np.array_equal(held, self.pool.ref_count):
             wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
             raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
@@ -205,7 +211,12 @@ class KVCacheManager:
             raise IntegrityError(f"the table of row {row} differs from its blocks")
         if rows.requests[row] is None and blocks:
             raise IntegrityError(f"row {row} is free but holds blocks")
-        if rows.num_computed_tokens[row] > group.capacity[row]:
+
+    def _check_rows(self, group: CacheGroup, unused: npt.NDArray[np.bool_], rows: RequestTable) -> None:
+        """Check what holds for all rows at once. `unused` [max_requests] marks those that hold no blocks."""
+        for row in np.flatnonzero(unused & group.table[: unused.size].any(1)):
+            raise IntegrityError(f"the table of row {row} differs from its blocks")
+        for row in np.flatnonzero(rows.num_computed_tokens[: unused.size] > group.capacity[: unused.size]):
             raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
 
     def _hit(self, request: Request, group: CacheGroup, hashes: Sequence[BlockHash], length: int) -> list[int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from math import lcm
 from typing import Any
 
 import torch
 from attrs import evolve
 
-from slotline.registry.contracts import Linear, LinearContext, QuantizedWeight, WeightScheme
+from slotline.registry.contracts import Linear, LinearCapabilities, LinearContext, QuantizedWeight, WeightScheme
 from slotline.registry.contracts.weights import ELEMENTS
 from slotline.testing.check import Case, Failed, NotApplicable, Run
 from slotline.testing.oracles import linear as oracle
@@ -31,14 +32,18 @@ def schemes_of(subject: Subject) -> dict[str, WeightScheme]:
     Raises:
         NotApplicable: if none of the suite's schemes is declared.
     """
-    found = {scheme.describe(): scheme for scheme in _declared(subject)}
+    found = _described(subject.capabilities, subject.exhaustive)
     if not found:
         raise NotApplicable("no scheme of the suite is declared")
-    return found
+    return dict(found)
 
 
-def _declared(subject: Subject) -> Iterator[WeightScheme]:
-    offer = subject.capabilities
+@lru_cache(maxsize=64)
+def _described(offer: LinearCapabilities, exhaustive: bool) -> dict[str, WeightScheme]:
+    return {scheme.describe(): scheme for scheme in _declared(offer, exhaustive)}
+
+
+def _declared(offer: LinearCapabilities, exhaustive: bool) -> Iterator[WeightScheme]:
     for name in ELEMENTS:
         if offer.schemes.refusal(name) is not None:
             continue
@@ -47,7 +52,7 @@ def _declared(subject: Subject) -> Iterator[WeightScheme]:
             if offer.granularities.refusal(granularity) is not None:
                 continue
             fits = [g for g in groups if not g[1] or offer.scale_groups.refusal(g[1]) is None]
-            for group in fits if subject.exhaustive else dict.fromkeys((*fits[:1], *fits[-1:])):
+            for group in fits if exhaustive else dict.fromkeys((*fits[:1], *fits[-1:])):
                 scheme = WeightScheme(name=name, group=group, activation=offer.activation)
                 yield scheme
                 if plain and offer.offsets.support and granularity in ("channel", "group"):

@@ -24,6 +24,8 @@ OUTPUT_ROUNDINGS = 2.0
 
 _FP8_STEP, _INT8_STEPS = 2.0**-4, 127.0
 
+_LAST: list[tuple[QuantizedWeight, list[tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]] = []
+
 
 def weight_of(weight: QuantizedWeight) -> torch.Tensor:
     """Return the weight [out_features, in_features] in float64."""
@@ -38,7 +40,18 @@ def magnitude_of(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _parts(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scaled numbers and the offsets of a weight, each [out_features, in_features] float64."""
+    """Return the scaled numbers and the offsets of a weight, each [out_features, in_features] float64.
+
+    Those of the last weight are kept, as a check compares many products with one.
+    """
+    tensors = (weight.codes, weight.scales, weight.offsets, weight.g_idx)
+    state = [(id(tensor), tensor._version) for tensor in tensors if tensor is not None]
+    if not _LAST or _LAST[0][0] is not weight or _LAST[0][1] != state:
+        _LAST[:] = [(weight, state, _computed_parts(weight))]
+    return _LAST[0][2]
+
+
+def _computed_parts(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.scheme.group
     out_features, in_features = weight.codes.shape
     row = torch.arange(out_features) // rows if rows else torch.zeros(out_features, dtype=torch.int64)
