@@ -93,6 +93,7 @@ def test_the_tests_of_a_new_plugin_pass(kind: str, projects: Mapping[str, Path])
     assert "2 passed" in run("pytest", "-q", "-p", "no:cacheprovider", cwd=projects[kind])
 
 
+@pytest.mark.slow
 def test_the_code_of_new_plugins_is_typed_and_formatted(projects: Mapping[str, Path]) -> None:
     folders = [str(project / part) for project in projects.values() for part in ("src", "tests")]
     sources = ",".join(f"'{project / 'src'}'" for project in projects.values())

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 COMMAND = [sys.executable, "-c", "import sys; from slotline.cli import main; sys.exit(main())", "serve"]
-BODY = {"prompt": "def main(", "max_tokens": 800, "temperature": 0, "ignore_eos": True}
+BODY = {"prompt": "def main(", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import head_folders
 import mtp_checkpoints
@@ -74,7 +75,14 @@ def reference(
 
 
 def law_of(scoring: LLM, params: SamplingParams) -> Law:
-    """What the tokens of a text of three are drawn from, asked of an engine without drafts."""
+    """What the tokens of a text of three are drawn from, asked of an engine without drafts, once."""
+    known = _LAWS.setdefault(scoring, {})
+    if (key := repr(params)) not in known:
+        known[key] = _asked_law(scoring, params)
+    return known[key]
+
+
+def _asked_law(scoring: LLM, params: SamplingParams) -> Law:
     prefixes = [list(prefix) for length in range(3) for prefix in product(range(VOCAB), repeat=length)]
     asked = SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB)
     law = {}
@@ -84,6 +92,7 @@ def law_of(scoring: LLM, params: SamplingParams) -> Law:
     return law
 
 
+_LAWS: WeakKeyDictionary[LLM, dict[str, Law]] = WeakKeyDictionary()
 _SEEDED: dict[str, list[SamplingParams]] = {}
 
 

@@ -225,6 +225,7 @@ def _encoder_errors(architecture: str, path: Path, unread: int) -> tuple[Errors,
     return *_against(found, rounded, answers), _used(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", family_table.FAMILIES)
 @pytest.mark.behaviour(3, 18)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
