@@ -15,11 +15,12 @@ from engine_driver import GREEDY, add, random_prompts, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slotline.builder.made_up import even_split, made_up_inputs
 from slotline.core import LLM
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT
-from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.padding import padded_size
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
@@ -60,7 +61,7 @@ def schedule_of(rows: RequestTable, entries: list[tuple[int, int]]) -> Scheduler
 
 @pytest.mark.behaviour(50, 52, 57)
 def test_two_five_and_three_tokens_give_the_worked_example() -> None:
-    inputs = gatherer_of(Bench()).dummy([2, 5, 3])
+    inputs = made_up_inputs(gatherer_of(Bench()), [2, 5, 3])
     batch = batch_of(inputs)
     assert batch.query_start_loc.tolist() == [0, 2, 7, 10]
     assert batch.query_start_loc_cpu.tolist() == [0, 2, 7, 10]
@@ -214,7 +215,7 @@ def test_a_mixed_batch_with_captured_attention_is_padded_with_requests_without_q
 @pytest.mark.behaviour(149)
 def test_the_made_up_batch_of_a_captured_mixed_shape_has_requests_without_query_tokens() -> None:
     gatherer = gatherer_of(Bench())
-    inputs = gatherer.dummy([6], seq_len=16, shape=GraphShape(6, 0, 3))
+    inputs = made_up_inputs(gatherer, [6], seq_len=16, shape=GraphShape(6, 0, 3))
     batch = batch_of(inputs)
     assert batch.query_start_loc.tolist() == [0, 6, 6, 6]
     assert (batch.num_requests, batch.num_tokens, batch.num_decodes, batch.max_seq_len) == (3, 6, 0, 16)
@@ -229,8 +230,8 @@ def test_the_number_of_single_token_requests_at_the_front_is_told() -> None:
     bench.add("b", 9, max_tokens=9)
     bench.step()
     assert batch_of(gatherer_of(bench).gather(bench.scheduler.schedule())).num_decodes == 1
-    assert batch_of(gatherer_of(bench).dummy([1, 1, 4])).num_decodes == 2
-    assert batch_of(gatherer_of(bench).dummy([4, 1])).num_decodes == 0
+    assert batch_of(made_up_inputs(gatherer_of(bench), [1, 1, 4])).num_decodes == 2
+    assert batch_of(made_up_inputs(gatherer_of(bench), [4, 1])).num_decodes == 0
 
 
 @pytest.mark.behaviour(63)
@@ -305,7 +306,7 @@ def test_everything_equals_a_plain_loop_over_requests_and_tokens(
 
 @pytest.mark.behaviour(56, 57, 58)
 def test_the_arrays_have_the_types_of_the_contract() -> None:
-    batch = batch_of(gatherer_of(Bench()).dummy([2, 1]))
+    batch = batch_of(made_up_inputs(gatherer_of(Bench()), [2, 1]))
     assert (batch.query_start_loc.dtype, batch.seq_lens.dtype, batch.block_table.dtype) == (torch.int32,) * 3
     assert (batch.slot_mapping.dtype, batch.positions.dtype) == (torch.int64,) * 2
     assert {a.dtype for a in (batch.query_start_loc_cpu, batch.seq_lens_cpu)} == {np.dtype(np.int32)}
@@ -321,14 +322,14 @@ def test_what_was_handed_out_is_not_rewritten_by_the_next_step() -> None:
     bench.rows.token_ids[:] = -1
     bench.rows.num_computed_tokens[:] = 3
     bench.cache.groups[0].table[:] = 9
-    gatherer.dummy([4, 4])
+    made_up_inputs(gatherer, [4, 4])
     for tensor, before in zip((inputs.input_ids, inputs.positions, batch_of(inputs).block_table), kept, strict=True):
         assert torch.equal(tensor, before)
 
 
 @pytest.mark.behaviour(135, 136)
 def test_a_made_up_batch_reads_token_zero_and_writes_nowhere() -> None:
-    inputs = gatherer_of(Bench(max_model_len=32)).dummy([1, 1, 4], seq_len=9, shape=GraphShape(8, 0))
+    inputs = made_up_inputs(gatherer_of(Bench(max_model_len=32)), [1, 1, 4], seq_len=9, shape=GraphShape(8, 0))
     batch = batch_of(inputs)
     assert batch.seq_lens.tolist() == [9, 9, 9]
     assert inputs.positions.tolist() == [8, 8, 5, 6, 7, 8, 0, 0]

@@ -17,6 +17,7 @@ from engine_driver import add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS
 
 from slotline.builder import engine_builder as build
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import PackedParameters
@@ -162,7 +163,7 @@ def test_a_made_up_step_in_between_is_not_gone_on_from(watched: Callable[..., Wa
         one.llm.engine.step()
     before, gatherer = one.repeated, one.llm.engine.gatherer
     assert before > 0
-    gatherer.dummy([2, 3])
+    made_up_inputs(gatherer, [2, 3])
     one.llm.engine.step()
     assert one.repeated == before
     one.llm.engine.step()

@@ -16,6 +16,7 @@ from repository import ROOT
 
 from slotline.backends.cuda.copies import PinnedBuffer as CudaTransferBuffer
 from slotline.builder.engine_builder import EngineBuilder
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
@@ -120,7 +121,7 @@ def test_one_overridable_forward_serves_requests_and_dummy_rows(
 
     engine.runner.forward = forward  # type: ignore[method-assign]
     try:
-        engine.runner.run(engine.gatherer.dummy([1, 1, 5]))
+        engine.runner.run(made_up_inputs(engine.gatherer, [1, 1, 5]))
         request = engine.add("one", [4, 5, 6], GREEDY)
         engine.step()
         engine.abort(request.request_id)
@@ -254,11 +255,11 @@ def test_profiling_spreads_its_tokens_over_the_vocabulary(
 ) -> None:
     """A mixture of experts that meets one token alone would be profiled on one expert alone."""
     gatherer = engines(tiny("mixtral")).engine.gatherer
-    spread = gatherer.dummy([16, 16], vocab_size=300)
+    spread = made_up_inputs(gatherer, [16, 16], vocab_size=300)
     assert len(spread.input_ids.unique()) > 20
     assert int(spread.input_ids.max()) < 300
-    torch.testing.assert_close(spread.input_ids, gatherer.dummy([16, 16], vocab_size=300).input_ids)
-    assert not gatherer.dummy([16, 16]).input_ids.any()
+    torch.testing.assert_close(spread.input_ids, made_up_inputs(gatherer, [16, 16], vocab_size=300).input_ids)
+    assert not made_up_inputs(gatherer, [16, 16]).input_ids.any()
     assert (spread.batches[0].slot_mapping == -1).all()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from slotline.builder.counted import counted
 from slotline.cli import main
-from slotline.core.api.progress import counted
 from slotline.llm.progress import progress_bar
 from slotline.registry.errors import ConfigError
 

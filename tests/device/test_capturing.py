@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slotline.core.model_runner.graph_capture import _no_collection
+from slotline.builder.graph_capture import _no_collection
 
 
 @pytest.fixture(autouse=True)

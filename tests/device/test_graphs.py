@@ -16,15 +16,17 @@ from attrs import evolve
 
 from slotline.backends.cuda.compiler import steps
 from slotline.builder import dry_runs as rehearsal
+from slotline.builder import graph_capture as capturing
+from slotline.builder import graph_capturer as graphs
+from slotline.builder.graph_capture import WARM_UPS, GraphCapture
+from slotline.builder.graph_capturer import GraphCapturer
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
-from slotline.core.model_runner import graph_capture as capturing
-from slotline.core.model_runner import graph_runner as graphs
-from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
-from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture
-from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.kernels.graph_capture_state import alias_without_ownership
+from slotline.registry.engine_reports import CaptureReport
 from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 
 
@@ -59,14 +61,14 @@ def test_the_calls_between_graphs_work_on_the_memory_of_the_forward_and_hold_non
         calls.append(call)
         call()
 
-    breaking = router.breaking({group.name for group in router.groups}, now)
+    breaking = capturing.breaking(router, {group.name for group in router.groups}, now)
 
     def watched(layer: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
         queries.append(weakref.ref(query))
         return breaking(layer, query, *rest)
 
     with torch.inference_mode():
-        inputs = engine.gatherer.dummy([3, 5], vocab_size=50)
+        inputs = made_up_inputs(engine.gatherer, [3, 5], vocab_size=50)
         attend = router.plan(inputs.batches)
         expected = model.forward(inputs.input_ids, inputs.positions, attend)
         found = model.forward(inputs.input_ids, inputs.positions, watched)
@@ -112,14 +114,14 @@ class PretendedCapturing:
 @pytest.fixture
 def capture(
     tiny: Callable[..., Path], engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], tuple[GraphRunner, list[str]]]:
+) -> Callable[[str], tuple[GraphCapturer, list[str]]]:
     """Captures one and two decoding requests in pretended graphs; what happens is noted."""
     events: list[str] = []
     monkeypatch.setattr(graphs, "Recorder", lambda pool, parts: PretendedRecorder(events, parts))
     monkeypatch.setattr(graphs, "GraphCapture", lambda fix, device: PretendedCapturing())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def made(state: str) -> tuple[GraphRunner, list[str]]:
+    def made(state: str) -> tuple[GraphCapturer, list[str]]:
         engine = engines(tiny("llama")).engine
         runner = engine.runner
         plan = evolve(
@@ -137,11 +139,11 @@ def capture(
 
         monkeypatch.setattr(runner.model, "forward", noted)
         shapes = GraphDispatcher({"decode": "full"}, [1, 2], query_len=1, max_requests=2, max_tokens=8)
-        made = GraphRunner(
+        made = GraphCapturer(
             runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.last_tokens
         )
         made.capture()
-        monkeypatch.setattr(made, "addresses", lambda inputs: made._captured[inputs.shape].addresses)
+        monkeypatch.setattr(made, "addresses", lambda inputs: made.captured[inputs.shape].addresses)
         monkeypatch.setattr(runner, "graphs", made)
         return made, events
 
@@ -151,7 +153,7 @@ def capture(
 @pytest.mark.behaviour(147)
 @pytest.mark.parametrize("state", ["captured", "eager"])
 def test_every_shape_runs_eagerly_with_its_attention_before_it_is_captured(
-    state: str, capture: Callable[[str], tuple[GraphRunner, list[str]]]
+    state: str, capture: Callable[[str], tuple[GraphCapturer, list[str]]]
 ) -> None:
     made, events = capture(state)
     layers = sum(len(group.layers) for group in made._router.groups)
@@ -180,11 +182,11 @@ def test_what_goes_wrong_in_a_capture_is_a_typed_error_with_its_remedy(
     error: RuntimeError,
     typed: type[Exception],
     says: str,
-    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    capture: Callable[[str], tuple[GraphCapturer, list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, _ = capture("captured")
-    made._captured.clear()
+    made.captured.clear()
     made.device = MagicMock()
     monkeypatch.setattr(graphs, "GraphCapture", GraphCapture)
 
@@ -194,25 +196,25 @@ def test_what_goes_wrong_in_a_capture_is_a_typed_error_with_its_remedy(
     monkeypatch.setattr(made._model, "forward", fail)
     with pytest.raises(typed, match=says):
         made.capture()
-    assert not made._captured
+    assert not made.captured
     assert gc.isenabled()
 
 
 @pytest.mark.behaviour(138)
 def test_made_up_steps_replay_what_was_captured_or_run_eagerly_and_nothing_between(
-    capture: Callable[[str], tuple[GraphRunner, list[str]]], tiny: Callable[..., Path], engines: Callable[..., LLM]
+    capture: Callable[[str], tuple[GraphCapturer, list[str]]], tiny: Callable[..., Path], engines: Callable[..., LLM]
 ) -> None:
     made, events = capture("captured")
     engine = engines(tiny("llama")).engine
     gatherer, runner = engine.gatherer, engine.runner
     for shape, expected in ((GraphShape(2, 1), {"replay"}), (None, {"forward", "attention"})):
         events.clear()
-        runner.run(gatherer.dummy([1, 1], shape=shape))
+        runner.run(made_up_inputs(gatherer, [1, 1], shape=shape))
         assert set(events) == expected
     for other in (GraphShape(4, 1), GraphShape(2, 2), GraphShape(2, 1, cascade=True)):
         with pytest.raises(IntegrityError, match="no graph of GraphShape"):
-            runner.run(gatherer.dummy([2] if other.query_len == 2 else [1, 1], shape=other))
-    assert len(made._captured) == 2
+            runner.run(made_up_inputs(gatherer, [2] if other.query_len == 2 else [1, 1], shape=other))
+    assert len(made.captured) == 2
 
 
 @pytest.mark.behaviour(27, 92)
@@ -223,7 +225,7 @@ def test_a_replay_is_planned_unless_the_plans_of_its_capture_serve_it(
     state: str,
     once: bool,
     planned: int,
-    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    capture: Callable[[str], tuple[GraphCapturer, list[str]]],
     tiny: Callable[..., Path],
     engines: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
@@ -237,19 +239,19 @@ def test_a_replay_is_planned_unless_the_plans_of_its_capture_serve_it(
     plan = type(group.backend).plan
     monkeypatch.setattr(group.backend, "plan", lambda batch: (plans.append(1), plan(group.backend, batch))[1])
     monkeypatch.setattr(made, "replay", lambda inputs: (torch.zeros(2, 1), None, None))
-    engine.runner.launch(engine.gatherer.dummy([1, 1], shape=GraphShape(2, 1)))
+    engine.runner.launch(made_up_inputs(engine.gatherer, [1, 1], shape=GraphShape(2, 1)))
     assert len(plans) == planned
     assert not made.precomputed_groups(
         GraphShape(2, 1, cascade=True)
     )  # a prefix of another length may be served in another way
-    engine.runner.launch(engine.gatherer.dummy([1, 1]))
+    engine.runner.launch(made_up_inputs(engine.gatherer, [1, 1]))
     assert len(plans) == planned + 1
 
 
 @pytest.mark.behaviour(138)
 @pytest.mark.parametrize("state", ["captured", "eager"])
 def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
-    state: str, capture: Callable[[str], tuple[GraphRunner, list[str]]]
+    state: str, capture: Callable[[str], tuple[GraphCapturer, list[str]]]
 ) -> None:
     made, _ = capture(state)
     inputs, _ = made.made_up(GraphShape(2, 1, cascade=True))
@@ -259,7 +261,7 @@ def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
 
 @pytest.mark.behaviour(30)
 def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_over(
-    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    capture: Callable[[str], tuple[GraphCapturer, list[str]]],
     tiny: Callable[..., Path],
     engines: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,

@@ -14,6 +14,7 @@ import tiny_models
 import torch
 from engine_driver import random_prompts
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import ModelError, NegotiationError
 
@@ -70,17 +71,17 @@ def test_a_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layers(tmp_
     expected = tokens(engine(path, **{"graphs.mode": "none"}))
     llm = engine(path, **{"attention.backend": {"full": "triton", "sliding": "torch"}})
     sliding = sum(layer.kv_kind == "sliding" for layer in llm.plan.cache_groups[0].layers)
-    decode = [c for shape, c in llm.engine.graphs._captured.items() if shape.query_len == 1]
+    decode = [c for shape, c in llm.engine.graphs.captured.items() if shape.query_len == 1]
     assert {len(c.parts) for c in decode} == {2 * sliding + 1}
     assert tokens(llm) == expected
     whole = engine(path, backend="triton")
-    assert {len(c.parts) for s, c in whole.engine.graphs._captured.items() if s.query_len == 1} == {1}
+    assert {len(c.parts) for s, c in whole.engine.graphs.captured.items() if s.query_len == 1} == {1}
 
 
 @pytest.mark.behaviour(149)
 def test_full_graphs_hold_the_attention_of_mixed_batches(tmp_path: Path) -> None:
     llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
-    captured = llm.engine.graphs._captured
+    captured = llm.engine.graphs.captured
     assert {len(c.parts) for shape, c in captured.items() if shape.query_len == 0} == {1}
     assert llm.plan.graphs.resolved == "full"
     path = tiny_models.build("gemma3", tmp_path / "two", 0)
@@ -105,7 +106,7 @@ def test_a_stray_capture_is_an_error(tmp_path: Path) -> None:
     llm = engine(tiny_models.build("llama_deep", tmp_path, 0), backend="triton")
     with pytest.raises(ModelError, match="captured already"):
         llm.engine.graphs.capture()
-    inputs = llm.engine.gatherer.dummy([1])
+    inputs = made_up_inputs(llm.engine.gatherer, [1])
     torch.cuda.synchronize()
     with pytest.raises(ModelError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         llm.engine.runner.run(inputs)

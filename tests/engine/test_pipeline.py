@@ -16,6 +16,7 @@ from devices import tables_on_a_device
 from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
 from tiny_engines import DEFAULTS
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.cli.tuning.cases import cases_for
 from slotline.cli.tuning.tuner import Tuner
 from slotline.core import LLM, SamplingParams
@@ -199,7 +200,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     assert [o.outputs[0].token_ids for o in outputs] == [greedy(path, prompt, 20) for prompt in PROMPTS]
     assert sum(o.metrics.num_preemptions for o in outputs) > 0  # blocks changed hands
     assert len(made) == 3
-    llm.engine.gatherer.dummy([1])  # what changed last is told with the next step
+    made_up_inputs(llm.engine.gatherer, [1])  # what changed last is told with the next step
     for feed in llm.engine.gatherer.assembler.feeds:
         assert isinstance(feed.tables, DeviceTables)
         for table, group in zip(feed.tables._tables, feed.tables._groups, strict=True):

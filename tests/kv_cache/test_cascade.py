@@ -13,6 +13,7 @@ from engine_driver import random_prompts, recorded, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.request_table import RequestTable
@@ -188,6 +189,6 @@ def test_requests_that_join_in_mid_prefill_bound_the_common_prefix(tmp_path: Pat
 
 def test_the_common_prefix_reaches_the_device_where_there_is_one(tmp_path: Path) -> None:
     llm = engine(tiny_models.build("llama", tmp_path, 0), block_size=4)
-    batch = llm.engine.gatherer.dummy([1, 1], seq_len=40, prefixes=(36,)).batches[0]
+    batch = made_up_inputs(llm.engine.gatherer, [1, 1], seq_len=40, prefixes=(36,)).batches[0]
     assert (batch.common_prefix_len, batch.common_prefix.dtype) == (36, torch.int32)  # type: ignore[union-attr]
     assert batch.common_prefix.tolist() == [36]  # type: ignore[union-attr]

@@ -12,6 +12,7 @@ import torch
 from engine_driver import GREEDY, add, mixes_decode_and_prefill, random_prompts, recorded, run_all, tokens_of
 from tiny_models import STATE_FAMILIES, family
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.scheduler.integrity import check_integrity
@@ -297,7 +298,7 @@ def test_padding_never_reaches_a_slot(tiny: Tiny, engines: Engines) -> None:
     """Rule 2: a row of padding has slot -1, and counts for nobody's state."""
     llm = engines(tiny("mamba2"), **SMALL)
     before = [states_of(llm, row) for row in range(8)]
-    inputs = llm.engine.gatherer.dummy([1, 1])
+    inputs = made_up_inputs(llm.engine.gatherer, [1, 1])
     inputs.extras["states"].slots.fill_(-1)
     llm.engine.runner.launch(inputs)
     for row, values in enumerate(before):

@@ -13,8 +13,8 @@ from tiny_models import known_oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
-from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.plugins.states.slots import count_slots
+from slotline.registry.engine_reports import DeviceMemory
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

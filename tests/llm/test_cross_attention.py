@@ -13,6 +13,7 @@ import torch
 from engine_driver import GREEDY, mixes_decode_and_prefill, recorded, recorded_items
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.registry.errors import ModelError, NegotiationError, RequestError
@@ -124,7 +125,7 @@ def test_a_made_up_step_in_which_all_begin_stores_nothing(whisper: Path, engines
     generate(llm)
     runner = llm.engine.runner
     before = [cache.key.clone() for cache in runner.router.caches()]
-    inputs = llm.engine.gatherer.dummy([3, 1, 1], beginning=True)
+    inputs = made_up_inputs(llm.engine.gatherer, [3, 1, 1], beginning=True)
     assert len(states_of(inputs)) == len(inputs.batches[1].slot_mapping) == 3 * NUM_STATES
     assert len(runner.run(inputs).token_ids) == 3
     after = [cache.key for cache in runner.router.caches()]

@@ -21,9 +21,9 @@ from slotline.core import LLM, SamplingParams
 from slotline.core.batch.request import Status
 from slotline.core.device.transfer_buffer import CpuTransferBuffer, reserved_bytes
 from slotline.core.engine.engine import Engine
-from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry import hookimpl
+from slotline.registry.engine_reports import DeviceMemory
 from slotline.registry.errors import (
     CapacityError,
     ConfigError,

@@ -12,9 +12,10 @@ import pytest
 import torch
 from negotiation_cases import GPU, explicit
 
+from slotline.builder.graph_capturer import GraphCapturer
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
@@ -95,7 +96,7 @@ def test_the_calls_between_graphs_give_what_the_forward_gives_and_hold_none_of_i
         return out
 
     with torch.inference_mode():
-        inputs = engine.gatherer.dummy([3, 5], vocab_size=50)
+        inputs = made_up_inputs(engine.gatherer, [3, 5], vocab_size=50)
         found = []
         for served in (states.advance, watched):
             attend, _ = router.plan(inputs.batches), states.plan(inputs.extras["states"])
@@ -113,7 +114,7 @@ def test_padded_requests_have_no_slot(tiny: Tiny, engines: Engines, query_len: i
     engine = engines(tiny("bamba")).engine
     shape = GraphShape(4 * query_len, query_len)
     for count in (4, 2, 1):
-        inputs = engine.gatherer.dummy([query_len] * count, seq_len=20, shape=shape)
+        inputs = made_up_inputs(engine.gatherer, [query_len] * count, seq_len=20, shape=shape)
         batch = inputs.extras["states"]
         assert batch.slots.tolist() == [*range(count), *[-1] * (4 - count)]
         assert batch.has_initial_state.tolist() == [True] * count + [False] * (4 - count)
@@ -128,7 +129,7 @@ def test_padded_requests_have_no_slot(tiny: Tiny, engines: Engines, query_len: i
 def test_a_runner_of_graphs_breaks_them_at_the_groups_that_the_plan_says(tiny: Tiny, engines: Engines) -> None:
     engine = engines(tiny("bamba")).engine
     shapes = GraphDispatcher({"decode": "full"}, (1,), query_len=1, max_requests=4, max_tokens=8)
-    runner = GraphRunner(
+    runner = GraphCapturer(
         engine.runner.model,
         engine.runner.router,
         engine.gatherer,
@@ -138,4 +139,4 @@ def test_a_runner_of_graphs_breaks_them_at_the_groups_that_the_plan_says(tiny: T
         engine.runner.last_tokens,
         extensions=engine.extensions,
     )
-    assert runner._broken(GraphShape(1, 1)) == {"full", "short_conv", "mamba2"}
+    assert runner.broken(GraphShape(1, 1)) == {"full", "short_conv", "mamba2"}

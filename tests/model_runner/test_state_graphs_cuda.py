@@ -53,7 +53,7 @@ def test_a_state_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layer
     llm = engine(path, backend="triton", **{"state.backend": "torch", "graphs.mode": "full_decode_only"})
     assert llm.engine.graphs is not None
     breaks = sum(len(group.layers) for group in llm.plan.state_groups)
-    assert {len(c.parts) for s, c in llm.engine.graphs._captured.items() if s.query_len == 1} == {2 * breaks + 1}
+    assert {len(c.parts) for s, c in llm.engine.graphs.captured.items() if s.query_len == 1} == {2 * breaks + 1}
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

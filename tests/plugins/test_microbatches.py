@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import ROOT
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.planner.plan import make_plan
@@ -206,7 +207,7 @@ def test_the_last_piece_of_a_padded_step_is_extended_to_the_padded_total(tiny: T
     shape = GraphShape(16, 2, 0)
     hidden, sizes = [], list[int]()
     for most in (1, 2):
-        inputs = gatherer.dummy([2] * 5, seq_len=2, vocab_size=300, shape=shape)
+        inputs = made_up_inputs(gatherer, [2] * 5, seq_len=2, vocab_size=300, shape=shape)
         assert (inputs.num_tokens, inputs.num_padded_tokens) == (10, 16)
         llm.engine.extension("microbatches").rule = Microbatches(most, 2)
         try:

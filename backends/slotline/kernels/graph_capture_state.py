@@ -33,3 +33,16 @@ def as_if_run() -> Iterator[None]:
         yield
     finally:
         _alone.reset(token)
+
+
+def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory without owning it, for memory that the pool of captured graphs may reuse.
+
+    Replays run in the order of their capture, so memory that the forward pass frees in the middle of a capture can
+    serve the rest of it, and every later capture, as it does in an eager run.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span * tensor.element_size()
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())

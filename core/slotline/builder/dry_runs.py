@@ -12,11 +12,12 @@ from itertools import product
 
 import torch
 
+from slotline.builder.graph_capture import Recorder, breaking, note_lacking
+from slotline.builder.made_up import made_up_inputs
 from slotline.builder.sampling_profile import made_up_batch
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
-from slotline.core.model_runner.graph_capture import Recorder, note_lacking
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.sampling.sampler import sample_checked
@@ -45,7 +46,7 @@ def record_launches(
 
     def calls() -> Iterator[Callable[[Recorder], object]]:
         for lens, past in steps:
-            attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
+            attend = router.plan(made_up_inputs(gatherer, lens, seq_len=past).batches)
             gatherer.assembler.mark()
             yield from (partial(_attend, attend, group, sum(lens), dtype) for group in groups)
 
@@ -93,7 +94,7 @@ def forwards(
 
 def _forward(runner: ModelRunner, inputs: ModelInputs, broken: Container[str], recorder: Recorder) -> None:
     """Compute a planned step's logits."""
-    attend = runner.router.breaking(broken, recorder.cut)
+    attend = breaking(runner.router, broken, recorder.cut)
     hidden = runner.forward(inputs, attend, inputs.logits_indices)
     runner.extensions.results()
     runner.model.compute_logits(hidden)

@@ -9,6 +9,7 @@ from attrs import define, evolve, field
 
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.graphs import build_graphs, num_spec_tokens
 from slotline.builder.layer_groups import LayerGroupBuilder
 from slotline.builder.model_weights import build_weights
@@ -35,12 +36,9 @@ from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
-from slotline.core.kv_cache.memory_report import MemoryReport
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
@@ -55,8 +53,10 @@ from slotline.registry.contracts import (
     Model,
     ModelContext,
 )
+from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError
 from slotline.registry.loading import bind_contract
+from slotline.registry.output_checks import OutputChecks
 
 logger = logging.getLogger("slotline")
 
@@ -307,7 +307,7 @@ class EngineBuilder:
         gatherer: InputPreparer,
         pipeline: ProcessorPipeline,
         extensions: Extensions,
-        graphs: GraphRunner | None,
+        graphs: GraphCapturer | None,
     ) -> ModelRunner:
         config = self.planned.loaded.config
         assert parts.router is not None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.parts import Parts
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.planner.plan import Planned
 from slotline.registry.negotiation import GroupPlan, StateGroupPlan
@@ -16,7 +16,7 @@ from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 def build_graphs(
     parts: Parts, gatherer: InputPreparer, cascade: CommonPrefixes, extensions: Extensions
-) -> GraphRunner | None:
+) -> GraphCapturer | None:
     """Build the graph runner if the plan captures graphs, else None. It captures nothing yet."""
     planned, router = parts.planned, parts.router
     plan, config = planned.plan, planned.loaded.config
@@ -33,7 +33,7 @@ def build_graphs(
         cascade=lambda requests, query_len: any(cascade.longest(np.full(requests, query_len), planned.max_model_len)),
         variants=next(iter(extensions.captured_variants), lambda query_len: (0,)),
     )
-    return GraphRunner(
+    return GraphCapturer(
         parts.model,
         router,
         gatherer,

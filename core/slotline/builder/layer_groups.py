@@ -17,7 +17,6 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
-from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
 from slotline.planner.plan import Planned
@@ -33,6 +32,7 @@ from slotline.registry.contracts import (
 )
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
+from slotline.registry.output_checks import OutputChecks
 
 logger = logging.getLogger("slotline")
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.plugin_construction import build_plugin
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
@@ -16,15 +17,14 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import KVSpec, Model
 from slotline.registry.descriptor import Descriptor
+from slotline.registry.output_checks import OutputChecks
 from slotline.text.tokenizer import Tokenizer
 
 
@@ -111,4 +111,4 @@ class StepParts:
     pipeline: ProcessorPipeline
     gatherer: InputPreparer
     runner: ModelRunner
-    graphs: GraphRunner | None
+    graphs: GraphCapturer | None

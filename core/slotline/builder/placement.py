@@ -8,10 +8,10 @@ from slotline.builder.cache_memory import block_bytes
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.core.model_runner.device_inputs import DeviceInputs
 from slotline.planner.pipeline_parallel import Stages
 from slotline.registry.contracts import Device, KVSpec
+from slotline.registry.engine_reports import DeviceMemory
 from slotline.registry.negotiation import Plan
 
 

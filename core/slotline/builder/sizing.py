@@ -9,9 +9,9 @@ import psutil
 from attrs import evolve
 
 from slotline.core.device.torch_device import host_peak
-from slotline.core.kv_cache.memory_report import DeviceMemory, MemoryReport
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import Device, PeakMemory
+from slotline.registry.engine_reports import DeviceMemory, MemoryReport
 from slotline.registry.errors import CapacityError
 
 _CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is shared with other programs, unless its owner says otherwise

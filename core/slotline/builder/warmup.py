@@ -9,11 +9,12 @@ import torch
 from attrs import frozen
 
 from slotline.builder.dry_runs import draws, forwards, rare_operations, record_launches
+from slotline.builder.graph_capture import Recorder, note_lacking
+from slotline.builder.graph_capturer import GraphCapturer
+from slotline.builder.made_up import even_split, made_up_inputs
 from slotline.builder.plugin_construction import oom_as_capacity_error
-from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.device.torch_device import compiler_of
-from slotline.core.model_runner.graph_capture import Recorder, note_lacking
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.planner.plan import Planned
@@ -39,7 +40,8 @@ class Warmup:
 
     def largest(self, num_tokens: int) -> ModelInputs:
         """Make up a step of `num_tokens` tokens with as many requests as possible."""
-        return self.gatherer.dummy(
+        return made_up_inputs(
+            self.gatherer,
             even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
             vocab_size=self.planned.facts.vocab_size,
             variant=max(self._variants),
@@ -74,7 +76,7 @@ class Warmup:
         note_lacking(chain((draw,), steps), missing, "profile and warm-up", replayed=False, device=self._device)
         compiler.compile_all(missing)
 
-    def compile_ahead(self, graphs: GraphRunner | None) -> None:
+    def compile_ahead(self, graphs: GraphCapturer | None) -> None:
         """Compile the kernels of captures and later steps, several at a time."""
         if (compiler := self.compiler) is None:
             return
@@ -127,7 +129,7 @@ class Warmup:
         """Yield the steps of a warm-up, made up one by one."""
         sizes = (1, 16, _LONG_PROMPT) if self._overlaps else (1, 16)
         for variant, size in product(self._variants, sizes):
-            yield self.gatherer.dummy([min(size, self._longest)], variant=variant)
+            yield made_up_inputs(self.gatherer, [min(size, self._longest)], variant=variant)
 
     def _prompts(self) -> Iterator[ModelInputs]:
         """Yield prompts of every power of two, made up one by one.
@@ -136,7 +138,7 @@ class Warmup:
         """
         sizes = {1 << power for power in range(self._longest.bit_length())}
         for size in sorted({*sizes, self._longest}):
-            yield self.gatherer.dummy([size])
+            yield made_up_inputs(self.gatherer, [size])
 
     @property
     def _variants(self) -> Sequence[int]:

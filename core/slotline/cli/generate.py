@@ -16,10 +16,10 @@ from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotline.core.api.lora_request import AdapterChoice
     from slotline.core.api.outputs import RequestOutput
     from slotline.core.api.prompts import Prompt
     from slotline.llm.llm import LLM
+    from slotline.registry.contracts.lora_request import AdapterChoice
     from slotline.registry.contracts.sampling_params import SamplingParams
 
 
@@ -116,7 +116,7 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
-    from slotline.core.api.lora_request import LoRARequest
+    from slotline.registry.contracts.lora_request import LoRARequest
 
     own = llm.engine.runner.model.facts.path / "adapters" / name
     for folder in (Path(name), own):

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slotline.builder.counted import counted
 from slotline.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
 from slotline.cli.random_weights import model_folder
 from slotline.cli.table import print_table
-from slotline.core.api.progress import counted
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.errors import ConfigError
 

@@ -10,7 +10,6 @@ TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a trac
 if TYPE_CHECKING:
     from typing import Any
 
-    from slotline.core.api.lora_request import LoRARequest
     from slotline.core.api.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from slotline.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.llm.llm import LLM
     from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
+    from slotline.registry.contracts.lora_request import LoRARequest
     from slotline.registry.contracts.sampling_params import SamplingParams
 
 __all__ = [
@@ -67,7 +67,7 @@ _OUTPUTS = (
 )
 _LAZY = {
     **dict.fromkeys(_OUTPUTS, "slotline.core.api.outputs"),
-    "LoRARequest": "slotline.core.api.lora_request",
+    "LoRARequest": "slotline.registry.contracts.lora_request",
     "SamplingParams": "slotline.registry.contracts.sampling_params",
     "PoolingParams": "slotline.registry.contracts",
     "StructuredOutputsParams": "slotline.registry.contracts",

@@ -13,7 +13,6 @@ from weakref import finalize
 from attrs import evolve
 
 from slotline.builder.engine_builder import build_engine
-from slotline.core.api.lora_request import AdapterChoice, LoRARequest
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -32,6 +31,7 @@ from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.negotiation import Plan

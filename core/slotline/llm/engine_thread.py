@@ -8,10 +8,10 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
-from slotline.core.api.own_process import OwnProcess
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
 from slotline.registry.errors import RequestError
+from slotline.registry.own_process import OwnProcess
 
 R = TypeVar("R")
 Call = tuple[Callable[[], Any], "Future[Any]"]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from slotline.builder.engine_builder import build_engine
-from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -26,6 +25,7 @@ from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError, RequestError
 from slotline.registry.named_path import as_path

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Protocol, TypeAlias
 
-from slotline.core.api.progress import on_terminal
+from slotline.builder.counted import on_terminal
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slotline.core.api.multimodal_inputs import refuse_items
 from slotline.core.api.prompts import PROMPT_KEYS, Prompt, as_token_ids
 from slotline.registry.errors import RequestError
 from slotline.registry.plain_values import plain_number
 from slotline.registry.safe_repr import safe_repr
+from slotline.text.items import refuse_items
 
 
 def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], reader: Any) -> dict[str, Any]:

@@ -8,16 +8,16 @@ from typing import Any
 
 from attrs import define, evolve, field
 
-from slotline.core.api.lora_request import AdapterChoice, LoRARequest
-from slotline.core.api.multimodal_inputs import items_of
 from slotline.core.api.prompts import Prompt, as_params
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.llm.best_of import single
 from slotline.llm.prompt_fields import prompt_fields
 from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
+from slotline.text.items import items_of
 from slotline.text.template import ChatOptions
 from slotline.text.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slotline.core.api.lora_request import AdapterChoice
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.registry.contracts.lora_request import AdapterChoice
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.server.errors import as_http_error, unsupported

@@ -17,6 +17,7 @@ from lora_cases import PeftOracle, expansions
 from repository import SUPPORT
 from safetensors.torch import load_file, save, save_file
 
+from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.scheduler_output import SchedulerOutput
@@ -440,17 +441,19 @@ def test_made_up_steps_use_every_slot_or_none_and_leave_the_slots_as_they_were(e
     llm = engine()
     gatherer, runner = llm.engine.gatherer, llm.engine.runner
     check(llm, oracle, ["plain"], length=2)
-    inputs = gatherer.dummy([3, 2], variant=AdapterUse.MANY)
+    inputs = made_up_inputs(gatherer, [3, 2], variant=AdapterUse.MANY)
     assert inputs.extras["adapters"].slots.tolist() == [0, 1, 0, 1, 0]
-    assert gatherer.dummy([3, 2]).extras["adapters"] is None
-    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.MANY), variant=AdapterUse.MANY)
+    assert made_up_inputs(gatherer, [3, 2]).extras["adapters"] is None
+    padded = made_up_inputs(
+        gatherer, [1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.MANY), variant=AdapterUse.MANY
+    )
     assert padded.extras["adapters"].slots.tolist() == [0, 1, 0, -1]
     assert padded.extras["adapters"].single_slot is None
-    single = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.ONE), variant=AdapterUse.ONE)
+    single = made_up_inputs(gatherer, [1, 1, 1], shape=GraphShape(4, 1, variant=AdapterUse.ONE), variant=AdapterUse.ONE)
     found = single.extras["adapters"]
     assert (found.slots.tolist(), found.single_slot) == ([0, 0, 0, -1], 0)
     runner.run(inputs)
-    runner.run(gatherer.dummy([3, 2]))
+    runner.run(made_up_inputs(gatherer, [3, 2]))
     assert llm.list_loras() == {1}
     check(llm, oracle, ["plain", None], length=4)
 

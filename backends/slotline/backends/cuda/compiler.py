@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from slotline.core.batch.model_inputs import even_split
+from slotline.builder.made_up import even_split
 from slotline.kernels import triton_precompile as compiling
 from slotline.registry.contracts.device import MissingKernels
 

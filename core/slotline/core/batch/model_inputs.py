@@ -88,9 +88,3 @@ class ModelInputs:
     def all_sample(self) -> bool:
         """True if the tokens are exactly `logits_indices`: the first ones of the padded tokens, in order."""
         return len(self.logits_rows) == self.num_tokens
-
-
-def even_split(num_tokens: int, num_requests: int) -> list[int]:
-    """Return query lengths of a made-up batch, as even as possible, with the sum `num_tokens`."""
-    each, rest = divmod(num_tokens, num_requests)
-    return [each] * (num_requests - rest) + [each + 1] * rest

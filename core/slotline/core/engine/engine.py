@@ -13,7 +13,6 @@ import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
 from slotline.core.api.outputs import RequestOutput
-from slotline.core.api.own_process import OwnProcess
 from slotline.core.api.prompts import as_token_array
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
@@ -30,7 +29,6 @@ from slotline.core.engine.output_processor import OutputProcessor, StepResult
 from slotline.core.engine.recovery import Recovery
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.kv_cache.memory_report import MemoryReport
 from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
@@ -44,8 +42,10 @@ from slotline.kernels.device_scope import on_device
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CompiledKernel, KernelCompiler
 from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
+from slotline.registry.own_process import OwnProcess
 from slotline.text.tokenizer import Tokenizer, with_bad_words
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from functools import wraps
 from threading import Event, get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from slotline.core.api.own_process import OwnProcess
+from slotline.registry.own_process import OwnProcess
 
 P = ParamSpec("P")
 R = TypeVar("R")

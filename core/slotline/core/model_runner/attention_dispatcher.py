@@ -10,24 +10,11 @@ from attrs import define, evolve
 
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
-from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
 from slotline.kernels.device_scope import device_scope
 from slotline.kernels.graph_capture_state import is_captured
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError
-
-
-def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory without owning it, for memory that the pool of captured graphs may reuse.
-
-    Replays run in the order of their capture, so memory that the forward pass frees in the middle of a capture can
-    serve the rest of it, and every later capture, as it does in an eager run.
-    """
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    storage = torch._C._construct_storage_from_data_pointer(
-        tensor.data_ptr(), tensor.device, span * tensor.element_size()
-    )
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+from slotline.registry.output_checks import OutputChecks, ShownBatch
 
 
 @define(kw_only=True, eq=False)
@@ -317,40 +304,6 @@ class AttentionDispatcher:
                 batch = step.wanted.batch(step.batches[group.batch])
                 checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
         return out
-
-    def breaking(
-        self, names: Container[str], cut: Callable[[Callable[[], None]], None], *, zeroed: bool = False
-    ) -> Attend:
-        """Return an `attend` for capturing, which hands the layers of the groups `names` to `cut` as later calls.
-
-        Args:
-            zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
-                captured backend writes nothing there.
-        """
-        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
-
-        def attend(
-            layer: AttentionLayer,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            sinks: torch.Tensor | None = None,
-            written: bool = False,
-        ) -> torch.Tensor:
-            make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
-            out = make((query.shape[0], layer.num_heads, layer.head_size_v))
-            if layer.index in broken:
-                q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
-
-                def call() -> None:
-                    self.serve(layer, q, k, v, sinks, o)
-
-                cut(call)
-            else:
-                self.serve(layer, query, key, value, sinks, out, written)
-            return out
-
-        return ServedAttention(self, attend, broken)
 
     def serve(
         self,

@@ -13,7 +13,7 @@ import numpy as np
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int
+from slotline.core.batch.input_batch_cpu import InputBatchCPU, Int
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
@@ -113,7 +113,7 @@ class InputPreparer:
         """Gather a step on the host."""
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
-        token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
+        token_rows, positions, starts = self.expand(rows, counts, computed, schedule.num_tokens)
         known = self.rows.num_tokens[rows]
         complete = seq_lens >= known
         logits_indices, logits_rows, spec_positions = (starts[1:] - 1)[complete], rows[complete], None
@@ -157,58 +157,7 @@ class InputPreparer:
                 host = arrange(host)
         return host
 
-    def dummy(
-        self,
-        query_lens: Sequence[int],
-        *,
-        seq_len: int | None = None,
-        vocab_size: int = 1,
-        shape: GraphShape | None = None,
-        prefixes: Sequence[int] = (),
-        variant: int = 0,
-        beginning: bool = False,
-    ) -> ModelInputs:
-        """Make up inputs of the given shape that write to no block, for profiling, warm-up and capture.
-
-        State layers write the first slots, so that their work is measured too: no request may live then.
-
-        Args:
-            query_lens: tokens of each made-up request.
-            seq_len: tokens that each request has in the cache, by default those of its own query.
-            vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all of
-                them. 1 gives only token 0.
-            shape, prefixes: as in `gather`.
-            variant: of the forward pass.
-            beginning: whether all requests begin, so that groups with a fixed number of keys store the most possible.
-        """
-        counts = np.asarray(query_lens, np.int64)
-        num_tokens = int(counts.sum())
-        seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
-        rows = np.zeros(len(counts), np.int64)
-        num_keys = len(counts) * self.max_fixed_len if beginning else 0
-        mixed = shape is not None and shape.num_requests > 0
-        _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
-        host = InputBatchCPU(
-            rows=rows,
-            table_rows=np.full(len(counts), self.rows.max_requests),
-            counts=counts,
-            starts=starts,
-            seq_lens=seq_lens,
-            fixed_lens=np.full(len(counts), self.max_fixed_len),
-            input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
-            positions=positions,
-            slots=[np.full(num_tokens if g.fixed_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
-            logits_indices=starts[1:] - 1,
-            logits_rows=rows,
-            num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
-            prefixes=prefixes,
-            token_rows=np.zeros(num_tokens, np.int64),
-            variant=variant,
-            made_up=True,
-        )
-        return self.assembler.assemble(host, shape)
-
-    def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
+    def expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
         """Return row and position of each token [num_tokens], and query_start_loc [num_requests + 1]."""
         starts = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -231,5 +180,5 @@ class InputPreparer:
     def _fixed_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, fixed_len: Int) -> Int:
         """Return the slots of the fixed number of keys of `rows`, which begin in this step."""
         counts = fixed_len[rows]
-        token_rows, places, _ = self._expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
+        token_rows, places, _ = self.expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
         return self._slots(group, kernel_block_size, token_rows, places)

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.api.multimodal_inputs import as_items
 from slotline.plugins.multimodal.features import Feature
 from slotline.registry.contracts import ModelFacts, MultimodalModel, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
+from slotline.text.items import as_items
 
 Int = npt.NDArray[np.int64]
 

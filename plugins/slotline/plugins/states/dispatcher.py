@@ -17,11 +17,10 @@ import torch
 from attrs import define
 
 from slotline.builder.cache_memory import Zeros, torch_zeros
-from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
-from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
-from slotline.kernels.graph_capture_state import is_captured
+from slotline.kernels.graph_capture_state import alias_without_ownership, is_captured
 from slotline.planner.state_specs import HeldStates
 from slotline.registry.contracts import StateBackend, StateBatch, StateLayer
+from slotline.registry.output_checks import OutputChecks, ShownBatch
 
 Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
 State = Mapping[str, torch.Tensor]

@@ -16,13 +16,13 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
-from slotline.core.model_runner.output_checks import OutputChecks
 from slotline.planner.state_specs import StateSpecBuilder
 from slotline.plugins.states.batches import NAME, StateBatches
 from slotline.plugins.states.checkpoints import Checkpoints
 from slotline.plugins.states.rules import rules_of
 from slotline.plugins.states.slots import build_dispatcher
 from slotline.registry.contracts import BlockHash, ExtensionContext
+from slotline.registry.output_checks import OutputChecks
 
 Int = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from slotline.builder.parts import Parts
 from slotline.builder.sizing import room_for
-from slotline.core.kv_cache.memory_report import DeviceMemory
 from slotline.planner.state_specs import HeldStates
 from slotline.plugins.states.dispatcher import StateDispatcher, StateGroup, allocate
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import Device, StateContext
 from slotline.registry.descriptor import Kind
+from slotline.registry.engine_reports import DeviceMemory
 from slotline.registry.errors import CapacityError
 from slotline.registry.negotiation import StateGroupPlan
 

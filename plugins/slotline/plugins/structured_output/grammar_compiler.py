@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from slotline.core.api.own_process import OwnProcess
 from slotline.core.batch.request import Request
 from slotline.registry.contracts import Constraint, StructuredOutput
+from slotline.registry.own_process import OwnProcess
 
 _LOOKS_UP = 0.02
 """Seconds after which an idle engine looks whether another thread wants to use it."""

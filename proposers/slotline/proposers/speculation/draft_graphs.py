@@ -13,17 +13,18 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from slotline.core.api.progress import counted
+from slotline.builder.counted import counted
+from slotline.builder.graph_capture import WARM_UPS, GraphCapture
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.padding import padded_size
-from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
-from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture
-from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.kernels.graph_capture_state import alias_without_ownership
 from slotline.proposers.speculation.draft_attention import CapturedAttention, DraftAttention, StagedAttention
 from slotline.proposers.speculation.hidden_states import ComputedStates
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Drafter, Observer
 from slotline.registry.contracts.device import Graph
 from slotline.registry.contracts.device import GraphCapture as GraphSession
+from slotline.registry.engine_reports import CaptureReport
 from slotline.registry.errors import ContractError, IntegrityError
 
 NAME = "drafts"
@@ -69,7 +70,7 @@ class DraftGraphs:
     def __init__(
         self,
         drafter: Drafter,
-        target: GraphRunner,
+        target: GraphCapturer,
         computed: _Computed,
         attention: DraftAttention | None,
         *,

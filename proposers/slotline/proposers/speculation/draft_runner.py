@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.device.torch_device import HostTime
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.proposers.speculation.draft_attention import DraftAttention, StagedAttention
 from slotline.proposers.speculation.draft_graphs import DraftGraphs
 from slotline.proposers.speculation.draft_history import DraftHistory
@@ -159,7 +159,7 @@ class DraftRunner:
             made_up.query_start_loc = torch.zeros(1, dtype=torch.int64)
             observer.observe(made_up)
 
-    def capture(self, target: GraphRunner, *, progress: bool = False) -> None:
+    def capture(self, target: GraphCapturer, *, progress: bool = False) -> None:
         """Capture the drafter's work for the batches whose verification by the model is captured.
 
         Raises:

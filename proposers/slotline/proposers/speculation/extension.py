@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from attrs import evolve
 
+from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.parts import Parts
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
@@ -18,7 +19,6 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
-from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.proposers.speculation.async_spec_decode import NAME, AsyncSpecDecode
 from slotline.proposers.speculation.build import DraftRunnerBuilder
 from slotline.proposers.speculation.draft_runner import DraftRunner
@@ -72,7 +72,7 @@ class DraftsExtension:
         """Show the drafter a made-up step."""
         self.drafting.rehearse(output.extras[NAME].computed)
 
-    def capture_graphs(self, graphs: GraphRunner, *, progress: bool) -> None:
+    def capture_graphs(self, graphs: GraphCapturer, *, progress: bool) -> None:
         """Capture the drafter's work if the plan says so."""
         if self._planned.captures_drafts:
             self.drafting.capture(graphs, progress=progress)

@@ -9,9 +9,9 @@ from uuid import uuid4
 
 from attrs import define
 
-from slotline.core.api.lora_request import LoRARequest
 from slotline.core.batch.request import Request
 from slotline.plugins.lora.manager.step_adapters import NO_SLOT
+from slotline.registry.contracts.lora_request import LoRARequest
 
 
 @define(eq=False)

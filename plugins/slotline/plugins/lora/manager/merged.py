@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from slotline.core.api.lora_request import LoRARequest
 from slotline.core.batch.request import Request
 from slotline.plugins.lora.manager.known_adapter import adapter_of, forget_copies, load_key, numbered
 from slotline.registry.contracts import AdaptableModel, Lora
+from slotline.registry.contracts.lora_request import LoRARequest
 from slotline.registry.errors import ModelError, RequestError
 
 

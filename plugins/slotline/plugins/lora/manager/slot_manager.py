@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slotline.core.api.lora_request import LoRARequest
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.plugins.lora.manager.known_adapter import (
@@ -24,6 +23,7 @@ from slotline.plugins.lora.manager.known_adapter import (
 )
 from slotline.plugins.lora.manager.step_adapters import NO_SLOT, StepAdapters
 from slotline.registry.contracts import Lora
+from slotline.registry.contracts.lora_request import LoRARequest
 from slotline.registry.errors import IntegrityError, RequestError
 
 

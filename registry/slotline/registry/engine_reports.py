@@ -1,8 +1,10 @@
-"""Memory that an engine takes."""
+"""Reports of an engine: the memory that it takes, and what capturing its graphs took."""
 
 from __future__ import annotations
 
-from attrs import frozen
+from typing import Any
+
+from attrs import asdict, frozen
 
 
 @frozen(kw_only=True)
@@ -59,3 +61,24 @@ class MemoryReport:
     def block(self) -> int:
         """Return the bytes of one block over all layers."""
         return sum(device.block for device in self.devices)
+
+
+@frozen(kw_only=True)
+class CaptureReport:
+    """Time and memory that capturing took.
+
+    Attributes:
+        shapes: captured shapes.
+        graphs: graphs of these shapes, more than shapes if attention breaks them.
+        memory: bytes of device memory.
+        seconds: wall-clock time.
+    """
+
+    shapes: int = 0
+    graphs: int = 0
+    memory: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON types."""
+        return asdict(self)

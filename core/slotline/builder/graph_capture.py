@@ -5,45 +5,28 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import torch
-from attrs import asdict, define, frozen
+from attrs import define
 
+from slotline.core.batch.attend import Attend
 from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.torch_device import TorchDevice, compiler_of
-from slotline.kernels.graph_capture_state import as_if_run
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, ServedAttention
+from slotline.kernels.graph_capture_state import alias_without_ownership, as_if_run
+from slotline.registry.contracts import AttentionLayer
 from slotline.registry.contracts.device import Device, Graph, MissingKernels
 from slotline.registry.contracts.device import GraphCapture as DeviceCapture
+from slotline.registry.engine_reports import CaptureReport
 from slotline.registry.errors import CapacityError, ModelError, SlotlineError
 
 logger = logging.getLogger("slotline")
 WARM_UPS = 1
 """Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
-
-
-@frozen(kw_only=True)
-class CaptureReport:
-    """Time and memory that capturing took.
-
-    Attributes:
-        shapes: captured shapes.
-        graphs: graphs of these shapes, more than shapes if attention breaks them.
-        memory: bytes of device memory.
-        seconds: wall-clock time.
-    """
-
-    shapes: int = 0
-    graphs: int = 0
-    memory: int = 0
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON types."""
-        return asdict(self)
 
 
 @define(eq=False)
@@ -86,6 +69,45 @@ class Recorder:
         self.end()
         self.parts.append(call)
         self.begin()
+
+
+def breaking(
+    router: AttentionDispatcher,
+    names: Container[str],
+    cut: Callable[[Callable[[], None]], None],
+    *,
+    zeroed: bool = False,
+) -> Attend:
+    """Return an `attend` for capturing, which hands the layers of the groups `names` to `cut` as later calls.
+
+    Args:
+        zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
+            captured backend writes nothing there.
+    """
+    broken = {layer.index for group in router.groups if group.name in names for layer in group.layers}
+
+    def attend(
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
+        out = make((query.shape[0], layer.num_heads, layer.head_size_v))
+        if layer.index in broken:
+            q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
+
+            def call() -> None:
+                router.serve(layer, q, k, v, sinks, o)
+
+            cut(call)
+        else:
+            router.serve(layer, query, key, value, sinks, out, written)
+        return out
+
+    return ServedAttention(router, attend, broken)
 
 
 class GraphCapture:
