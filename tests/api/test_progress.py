@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from slotline.builder import counted as progress
 from slotline.builder.counted import counted
-from slotline.core.api import progress
 from slotline.llm import progress as bars
 from slotline.llm.progress import progress_bar
 

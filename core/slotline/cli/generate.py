@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from slotline.core.api.outputs import RequestOutput
     from slotline.core.api.prompts import Prompt
     from slotline.llm.llm import LLM
-    from slotline.registry.contracts.lora_request import AdapterChoice
     from slotline.registry.contracts.sampling_params import SamplingParams
+    from slotline.registry.lora_request import AdapterChoice
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +116,7 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
-    from slotline.registry.contracts.lora_request import LoRARequest
+    from slotline.registry.lora_request import LoRARequest
 
     own = llm.engine.runner.model.facts.path / "adapters" / name
     for folder in (Path(name), own):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from slotline.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.llm.llm import LLM
     from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
-    from slotline.registry.contracts.lora_request import LoRARequest
     from slotline.registry.contracts.sampling_params import SamplingParams
+    from slotline.registry.lora_request import LoRARequest
 
 __all__ = [
     "LLM",
@@ -67,7 +67,7 @@ _OUTPUTS = (
 )
 _LAZY = {
     **dict.fromkeys(_OUTPUTS, "slotline.core.api.outputs"),
-    "LoRARequest": "slotline.registry.contracts.lora_request",
+    "LoRARequest": "slotline.registry.lora_request",
     "SamplingParams": "slotline.registry.contracts.sampling_params",
     "PoolingParams": "slotline.registry.contracts",
     "StructuredOutputsParams": "slotline.registry.contracts",

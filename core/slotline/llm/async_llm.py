@@ -31,9 +31,9 @@ from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
-from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
+from slotline.registry.lora_request import AdapterChoice, LoRARequest
 from slotline.registry.negotiation import Plan
 from slotline.registry.safe_repr import safe_repr
 from slotline.text.messages import as_conversations

@@ -25,9 +25,9 @@ from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
-from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError, RequestError
+from slotline.registry.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.registry.named_path import as_path
 from slotline.registry.negotiation import Plan
 from slotline.registry.safe_repr import safe_repr

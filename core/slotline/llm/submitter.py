@@ -14,9 +14,9 @@ from slotline.core.engine.engine import Engine
 from slotline.llm.best_of import single
 from slotline.llm.prompt_fields import prompt_fields
 from slotline.registry.contracts import PoolingParams
-from slotline.registry.contracts.lora_request import AdapterChoice, LoRARequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
+from slotline.registry.lora_request import AdapterChoice, LoRARequest
 from slotline.text.items import items_of
 from slotline.text.template import ChatOptions
 from slotline.text.tokenizer import Tokenizer

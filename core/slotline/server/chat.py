@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
-from slotline.registry.contracts.lora_request import AdapterChoice
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
+from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
 from slotline.server.errors import as_http_error, unsupported
 from slotline.server.fields import SamplingFields, prompt_options, sampling_params

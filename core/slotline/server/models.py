@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slotline.registry.contracts.lora_request import LoRARequest
+from slotline.registry.lora_request import LoRARequest
 from slotline.server.errors import HttpError
 from slotline.server.fields import Fields
 from slotline.server.http import json_response

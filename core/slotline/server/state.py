@@ -19,8 +19,8 @@ from slotline.llm.async_llm import AsyncLLM
 from slotline.llm.output_stream import OutputKind
 from slotline.registry.config.schema import ServerConfig
 from slotline.registry.config.validators import size_in_bytes
-from slotline.registry.contracts.lora_request import AdapterChoice
 from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.lora_request import AdapterChoice
 from slotline.server.errors import HttpError
 from slotline.server.http import decode, read_body, until_disconnect
 from slotline.server.metrics import Metrics

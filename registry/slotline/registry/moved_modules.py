@@ -34,7 +34,7 @@ MOVED = MappingProxyType(
         "slotline.core.execution.staging": "slotline.core.device.transfer_buffer",
         "slotline.core.frontend.beam_search": "slotline.llm.beam_search",
         "slotline.core.frontend.llm": "slotline.llm.llm",
-        "slotline.core.frontend.lora_request": "slotline.registry.contracts.lora_request",
+        "slotline.core.frontend.lora_request": "slotline.registry.lora_request",
         "slotline.core.frontend.outputs": "slotline.core.api.outputs",
         "slotline.core.frontend.sampling_params": "slotline.registry.contracts.sampling_params",
         "slotline.core.frontend.tokenizer": "slotline.text.tokenizer",

@@ -11,7 +11,7 @@ from attrs import define
 
 from slotline.core.batch.request import Request
 from slotline.plugins.lora.manager.step_adapters import NO_SLOT
-from slotline.registry.contracts.lora_request import LoRARequest
+from slotline.registry.lora_request import LoRARequest
 
 
 @define(eq=False)

@@ -10,8 +10,8 @@ import torch
 from slotline.core.batch.request import Request
 from slotline.plugins.lora.manager.known_adapter import adapter_of, forget_copies, load_key, numbered
 from slotline.registry.contracts import AdaptableModel, Lora
-from slotline.registry.contracts.lora_request import LoRARequest
 from slotline.registry.errors import ModelError, RequestError
+from slotline.registry.lora_request import LoRARequest
 
 
 class MergedAdapter:

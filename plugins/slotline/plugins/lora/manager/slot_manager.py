@@ -23,8 +23,8 @@ from slotline.plugins.lora.manager.known_adapter import (
 )
 from slotline.plugins.lora.manager.step_adapters import NO_SLOT, StepAdapters
 from slotline.registry.contracts import Lora
-from slotline.registry.contracts.lora_request import LoRARequest
 from slotline.registry.errors import IntegrityError, RequestError
+from slotline.registry.lora_request import LoRARequest
 
 
 class AdapterSlots:
