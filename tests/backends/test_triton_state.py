@@ -75,6 +75,7 @@ def offered(**changes: Any) -> Any:
     return evolve(descriptor, capabilities=capabilities, probe=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.behaviour(153)
 def test_the_kernels_pass_the_suite(kind: str) -> None:

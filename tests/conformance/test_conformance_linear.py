@@ -17,6 +17,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     records = check_plugin(correct.descriptor, level=Level.STATEFUL)
@@ -25,6 +26,7 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     assert all(any(word in reason for word in ("declared", "joins", "border")) for reason in skipped), skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["numba", "dequantized", "torch_int8", "torch_int4"])
 def test_ours_passes_all(name):
     records = check_plugin(f"linear:{name}", level=Level.STATEFUL)
