@@ -23,6 +23,7 @@ from slotline.server.errors import HttpError, status_text
 from slotline.server.health import health, metrics, plan, ready, version
 from slotline.server.http import error_response
 from slotline.server.keys import Keys
+from slotline.server.messages import create_message
 from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
 from slotline.server.state import ServerState
@@ -37,7 +38,13 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
     """Build the application of a server."""
 
     def route(
-        path: str, handler: Handler, method: str = "POST", *, open_to_all: bool = False, admin: bool = False
+        path: str,
+        handler: Handler,
+        method: str = "POST",
+        *,
+        open_to_all: bool = False,
+        admin: bool = False,
+        anthropic: bool = False,
     ) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
@@ -45,7 +52,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
                     keys.check(request, admin=admin)
                 response = await handler(state, request)
             except Exception as error:
-                response = error_response(error)
+                response = error_response(error, anthropic=anthropic)
             state.metrics.answered(path, response.status_code)
             return response
 
@@ -61,6 +68,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/models/{name:path}", show_model, "GET"),
         route("/v1/completions", create_completion),
         route("/v1/chat/completions", create_chat_completion),
+        route("/v1/messages", create_message, anthropic=True),
         route("/v1/embeddings", create_embedding),
         route("/v1/classify", create_classification),
         route("/v1/score", create_score),
