@@ -20,6 +20,7 @@ __all__ = ["build_parser", "main"]
 
 _COMMANDS = (
     "generate",
+    "chat",
     "serve",
     "explain",
     "plugins",
