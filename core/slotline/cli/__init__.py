@@ -22,6 +22,7 @@ _COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "batch",
     "explain",
     "plugins",
     "doctor",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from slotline.cli.command import Command, add_config_options, overrides
@@ -20,15 +22,26 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help="port to listen on, 0 for a free one (default: 8000)")
 
 
-def _run(arguments: argparse.Namespace) -> int:
+@contextmanager
+def needs_extra() -> Iterator[None]:
+    """Name the extra of the server if one of its libraries is not installed.
+
+    Raises:
+        ConfigError: naming the library.
+    """
     try:
-        from slotline.server.run import serve
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _MODULES:
             raise
         raise ConfigError(
             f"the server needs {error.name}, which is not installed", fix="pip install 'slotline[server]'"
         ) from error
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    with needs_extra():
+        from slotline.server.run import serve
     given = {"model": arguments.model, "server.host": arguments.host, "server.port": arguments.port}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return serve(load_config(arguments.config, overrides=overrides(arguments), values=values), _say)
