@@ -236,3 +236,10 @@ def test_a_wrong_request_raises_the_clients_error(
     assert raised.value.param == param
     assert "Traceback" not in raised.value.message
     assert client.completions.create(prompt=PROMPT, **SEEDED).choices[0].text
+
+
+def test_tools_are_refused_where_no_parser_reads_calls(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(messages=MESSAGES, tools=tools, **SEEDED)
+    assert raised.value.param == "tools"

@@ -18,6 +18,7 @@ from slotline.builder.parts import CacheMemory, Parts, StepParts
 from slotline.builder.placement import device_memory, later_feeds
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.builder.request_services import (
+    build_parser,
     build_pipeline,
     build_plain_draws,
     build_processors,
@@ -239,6 +240,7 @@ class EngineBuilder:
             device=planned.device,
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=parts.tokenizer,
+            response_parser=build_parser(planned, parts.tokenizer),
             memory=memory,
             plugins=self.plugins,
             notes=parts.model.notes + step.extensions.notes,

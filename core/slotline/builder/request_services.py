@@ -15,7 +15,7 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import LogitsProcessorContext, TokenSampler
+from slotline.registry.contracts import LogitsProcessorContext, ResponseParser, ResponseParserContext, TokenSampler
 from slotline.registry.loading import bind_contract
 from slotline.text.tokenizer import Tokenizer
 
@@ -44,6 +44,27 @@ def load_tokenizer(planned: Planned) -> Tokenizer | None:
     named = planned.loaded.path("tokenizer")
     path = named or planned.facts.path
     return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
+
+
+def build_parser(planned: Planned, tokenizer: Tokenizer | None) -> ResponseParser | None:
+    """Build the response parser of the plan. Return None if there is none, or no tokenizer.
+
+    Raises:
+        PluginError: if it cannot be built.
+    """
+    choice = planned.response_parser
+    if choice.descriptor is None or tokenizer is None:
+        return None
+    context = ResponseParserContext(
+        contract=bind_contract(choice.descriptor),
+        tokenizer=tokenizer.transformers,
+        chat_template=choice.facts.chat_template,
+        special_tokens=choice.facts.special_tokens,
+        model_type=choice.facts.model_type,
+        options=planned.options(choice.descriptor),
+    )
+    parser: ResponseParser = planned.registry.build(choice.descriptor, context)
+    return parser
 
 
 def build_processors(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> list[ProcessorSlot]:

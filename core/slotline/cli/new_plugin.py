@@ -21,6 +21,7 @@ from slotline.registry.errors import PluginError
 _WITHOUT = (
     Kind.MODEL_FAMILY,
     Kind.STRUCTURED_OUTPUT,
+    Kind.RESPONSE_PARSER,
     Kind.KV_CONNECTOR,
     Kind.EXPERTS,
     Kind.WEIGHT_FORMAT,

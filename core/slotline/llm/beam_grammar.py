@@ -50,6 +50,8 @@ class BeamGrammar:
         if (absent := engine.limits.absent.get("structured_outputs")) is not None:
             reason, fix = absent(wanted)
             raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
+        if wanted.after is not None:
+            raise RequestError("structured_outputs.after in a beam search", fix="leave it out, or use generate()")
         grammars = engine.extension("structured_output")
         grammars.check_constraint(wanted.constraint)
         self._backend = grammars.compiler.backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.registry.contracts import ContentDelta, ReasoningDelta, ResponseEvent, ResponseRequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
@@ -22,6 +23,7 @@ from slotline.server.fields import SamplingFields, prompt_options, sampling_para
 from slotline.server.http import DONE, EventStream, begun, event, json_response
 from slotline.server.outputs import ChatLogprobs, Counter, Usage, chat_logprobs, refuse_failed
 from slotline.server.state import ServerState, new_id, within_time
+from slotline.server.tools import Answers, ToolCall, ToolCallDelta, Turn, asked_tools, read_answers
 from slotline.text.template import ChatOptions, chat_options
 
 
@@ -43,6 +45,7 @@ class ChatFields(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -56,8 +59,6 @@ class ChatFields(SamplingFields, kw_only=True):
 
 
 _UNSERVED = (
-    "tools",
-    "tool_choice",
     "functions",
     "function_call",
     "audio",
@@ -75,6 +76,9 @@ class Message(Struct):
     role: str
     content: str | None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class Choice(Struct):
@@ -92,6 +96,9 @@ class Delta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class DeltaChoice(Struct):
@@ -132,6 +139,7 @@ class Asked:
 
     Attributes:
         name: of the model, in the answer.
+        answers: how the texts of the outputs are read.
         top: how many of the most likely tokens are shown in each place. None for no log-probabilities.
     """
 
@@ -142,6 +150,7 @@ class Asked:
     adapter: AdapterChoice
     prompt: dict[str, Any]
     params: SamplingParams
+    answers: Answers
     top: int | None
 
     def outputs(self, kind: Any) -> AsyncGenerator[RequestOutput]:
@@ -191,8 +200,12 @@ def _params(state: ServerState, fields: ChatFields) -> SamplingParams:
 
 async def _understood(state: ServerState, fields: ChatFields, params: SamplingParams) -> Asked:
     name, adapter = state.model(fields.model)
-    options = _options(fields)
+    tools = asked_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    options = _options(fields, tools)
     prompt = await state.llm.chat_prompt(await as_messages(fields.messages), options)
+    answers, params = read_answers(
+        state.llm.engine, tools, prompt, reasoning=fields.include_reasoning is not False, params=params
+    )
     if fields.request_id:
         prompt["request_id"] = fields.request_id
     return Asked(
@@ -203,17 +216,19 @@ async def _understood(state: ServerState, fields: ChatFields, params: SamplingPa
         adapter=adapter,
         prompt=prompt | prompt_options(fields),
         params=params,
+        answers=answers,
         top=(fields.top_logprobs or 0) if fields.logprobs else None,
     )
 
 
-def _options(fields: ChatFields) -> ChatOptions:
+def _options(fields: ChatFields, tools: ResponseRequest) -> ChatOptions:
     effort = {} if fields.reasoning_effort is None else {"reasoning_effort": fields.reasoning_effort}
     return chat_options(
         fields.chat_template_kwargs,
         effort,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=bool(fields.continue_final_message),
+        tools=fields.tools if tools.calls else None,
         documents=fields.documents,
     )
 
@@ -225,11 +240,39 @@ async def _whole(asked: Asked) -> ChatCompletion:
     choices = []
     for one in output.outputs:
         refuse_failed(one)
-        message = Message("assistant", one.text)
-        choices.append(Choice(one.index, message, asked.logprobs(one), one.finish_reason, one.stop_reason))
+        turn = asked.answers.turn()
+        turn.read(one)
+        reason = turn.finish_reason(one.finish_reason)
+        choices.append(Choice(one.index, _message(turn), asked.logprobs(one), reason, one.stop_reason))
     counter = Counter()
     counter.add(0, output)
     return ChatCompletion(id=asked.id, created=asked.created, model=asked.name, choices=choices, usage=counter.usage())
+
+
+def _message(turn: Turn) -> Message:
+    """Return the assistant's turn. One that only calls has no content."""
+    message = Message("assistant", turn.content if turn.content or not turn.calls else None)
+    if turn.calls:
+        message.tool_calls = turn.calls
+    if turn.reasoning and turn.answers.reasoning:
+        message.reasoning_content = message.reasoning = turn.reasoning
+    return message
+
+
+def _deltas(turn: Turn, one: CompletionOutput, logprobs: ChatLogprobs | None) -> Iterator[DeltaChoice]:
+    """Yield what is new of an output. Its log-probabilities go with the first part."""
+    deltas = [_delta(turn, event) for event in turn.read(one)] or ([Delta(content="")] if logprobs else [])
+    for delta in deltas:
+        yield DeltaChoice(one.index, delta, logprobs)
+        logprobs = None
+
+
+def _delta(turn: Turn, event: ResponseEvent) -> Delta:
+    if isinstance(event, ContentDelta):
+        return Delta(content=event.text)
+    if isinstance(event, ReasoningDelta):
+        return Delta(reasoning_content=event.text, reasoning=event.text)
+    return Delta(tool_calls=[turn.delta(event)])
 
 
 async def _events(asked: Asked, fields: ChatFields) -> AsyncGenerator[bytes]:
@@ -237,7 +280,7 @@ async def _events(asked: Asked, fields: ChatFields) -> AsyncGenerator[bytes]:
     options = fields.stream_options
     continuous = bool(options and options.continuous_usage_stats)
     unknown = None if options and options.include_usage else UNSET
-    counter, begun_ones = Counter(), set[int]()
+    counter, turns = Counter(), dict[int, Turn]()
 
     def chunk(choices: list[DeltaChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(ChatChunk(id=asked.id, created=asked.created, model=asked.name, choices=choices, usage=usage))
@@ -249,16 +292,18 @@ async def _events(asked: Asked, fields: ChatFields) -> AsyncGenerator[bytes]:
                 usage = counter.usage() if continuous else unknown
                 for one in output.outputs:
                     refuse_failed(one)
-                    if one.index not in begun_ones:
-                        begun_ones.add(one.index)
+                    if one.index not in turns:
+                        turns[one.index] = asked.answers.turn()
                         yield chunk([DeltaChoice(one.index, Delta("assistant", ""))], unknown)
-                    if one.text or one.logprobs:
-                        yield chunk([DeltaChoice(one.index, Delta(content=one.text), asked.logprobs(one))], usage)
+                    turn = turns[one.index]
+                    for delta in _deltas(turn, one, asked.logprobs(one) if one.logprobs else None):
+                        yield chunk([delta], usage)
                     if one.finish_reason is not None:
-                        end = DeltaChoice(one.index, Delta(), None, one.finish_reason, one.stop_reason)
+                        reason = turn.finish_reason(one.finish_reason)
+                        end = DeltaChoice(one.index, Delta(), None, reason, one.stop_reason)
                         yield chunk([end], usage)
     except Exception as error:
-        if not begun_ones:
+        if not turns:
             raise
         yield event(as_http_error(error).openai())
         return

@@ -143,7 +143,7 @@ def choose_structured_output(
         return _no_structured_output(asked, why, 'set task = "generate"')
     if named:
         registry.load(Kind.STRUCTURED_OUTPUT, asked, required=True)
-    found = {c.name: (c, _against(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
+    found = {c.name: (c, refusal_of(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
     against = "; ".join(f"{name}: {why}" for name, (_, why) in found.items() if why is not None)
     if named and (refusal := found[asked][1]) is not None:
         raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {refusal}", fix="remove it")
@@ -168,7 +168,7 @@ def _no_structured_output(asked: str, because: str, fix: str) -> StructuredOutpu
     return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
 
 
-def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
+def refusal_of(candidate: Candidate, info: DeviceInfo) -> str | None:
     """Return the reasons why a candidate cannot be used, or None."""
     if reason := candidate.blocked or candidate.load_error or candidate.probe_refusal:
         return reason

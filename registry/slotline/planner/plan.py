@@ -40,6 +40,7 @@ from slotline.planner.non_chunkable import (
 )
 from slotline.planner.offers import Offers, offers_of
 from slotline.planner.pipeline_parallel import Stages, describe_devices, divide, pipeline_devices
+from slotline.planner.response_parser import ResponseParserChoice, choose_response_parser, read_answer_facts
 from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
@@ -97,6 +98,7 @@ class Planned:
         features: names of the plan's features, those that extensions provide included.
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
+        response_parser: the plugin that reads answers, or why there is none.
         hardware: the devices, by torch device string.
         device_capabilities: the capabilities of the device plugin, the same for all devices.
         stages: placement of the model's parts.
@@ -123,6 +125,7 @@ class Planned:
     drafter: Descriptor[Any] | None
     draft_layers: tuple[AttentionLayer, ...]
     structured_output: StructuredOutputChoice
+    response_parser: ResponseParserChoice
     lora: Descriptor[Any] | None
     connector: Descriptor[Any] | None
     hardware: Mapping[str, Device]
@@ -178,7 +181,14 @@ class Planned:
         backends = [self.offers[Kind.ATTENTION, group.backend] for group in self.plan.groups]
         states = [self.offers[Kind.STATE, group.backend] for group in self.plan.state_groups]
         caches = [self.offers[Kind.KV_SPEC, group.kv_spec] for group in self.plan.cache_groups]
-        parts = (self.family_descriptor, self.drafter, self.structured_output.descriptor, self.lora, self.connector)
+        parts = (
+            self.family_descriptor,
+            self.drafter,
+            self.structured_output.descriptor,
+            self.response_parser.descriptor,
+            self.lora,
+            self.connector,
+        )
         for descriptor in (*backends, *states, *caches, *self.processors, *self.extensions, *filter(None, parts)):
             self.options(descriptor)
         self.registry.check_tables(self.loaded, required=False)
@@ -251,6 +261,8 @@ def _negotiated(
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
+    answers = read_answer_facts(facts.path, loaded.path("tokenizer"))
+    parser = choose_response_parser(loaded, registry, info, task, answers)
     asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
     connector = choose_connector(loaded, registry, info)
@@ -260,7 +272,7 @@ def _negotiated(
         family_descriptor,
         *processors,
         *extensions,
-        *filter(None, (drafter, grammars.descriptor, lora, connector)),
+        *filter(None, (drafter, grammars.descriptor, parser.descriptor, lora, connector)),
     )
     request = prepare_request(
         loaded,
@@ -278,6 +290,7 @@ def _negotiated(
             *filter(None, (defaults.setting, source.setting)),
             asynchronous,
             grammars.setting,
+            parser.setting,
             *fast_prefill.settings,
             *microbatches,
         ),
@@ -364,6 +377,7 @@ def _negotiated(
         drafter=drafter,
         draft_layers=own_layers,
         structured_output=grammars,
+        response_parser=parser,
         lora=lora,
         connector=connector,
         hardware=hardware,
@@ -491,6 +505,7 @@ def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedC
         Kind.LORA: "lora.name",
         Kind.STRUCTURED_OUTPUT: "structured_output.backend",
         Kind.KV_CONNECTOR: "kv_connector.name",
+        Kind.RESPONSE_PARSER: "response_parser.name",
     }
     key = keys.get(descriptor.kind, "")
     origin = loaded.origins.get(key)

@@ -92,6 +92,7 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             optional={"capture_refusal": _never},  # a family without it is never captured
         ),
         Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
+        Kind.RESPONSE_PARSER: BuiltContract(protocol=contracts.ResponseParser),
         Kind.DEVICE: BuiltContract(
             protocol=contracts.Device,
             optional={"graph_capture": _declared("graphs"), "compiler": _never, "time_point": _never},

@@ -26,6 +26,7 @@ class Kind(StrEnum):
     LORA = "lora"
     MODEL_FAMILY = "model_family"
     STRUCTURED_OUTPUT = "structured_output"
+    RESPONSE_PARSER = "response_parser"
     DEVICE = "device"
     EXTENSION = "extension"
     LINEAR = "linear"

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         LogitsProcessorCapabilities,
         LoraCapabilities,
         ModelFamilyCapabilities,
+        ResponseParserCapabilities,
         StateCapabilities,
         StructuredOutputCapabilities,
         WeightFormatCapabilities,
@@ -162,6 +163,15 @@ def slotline_structured_output() -> Iterable[Descriptor[StructuredOutputCapabili
 
     The factory gets a `StructuredOutputContext` and returns a `StructuredOutput`, once for each engine that samples
     tokens. Contract 1, `slotline.registry.contracts.structured_output`.
+    """
+
+
+@hookspec
+def slotline_response_parser() -> Iterable[Descriptor[ResponseParserCapabilities]]:
+    """Offer response parsers: what the text of an answer means as reasoning, content and tool calls.
+
+    The factory gets a `ResponseParserContext` and returns a `ResponseParser`, once for each engine that generates text.
+    Contract 1, `slotline.registry.contracts.response_parser`.
     """
 
 

@@ -40,7 +40,7 @@ from slotline.core.scheduler.integrity import check_integrity
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.kernels.device_scope import on_device
 from slotline.registry.attribution import BuiltPlugins, names_plugins
-from slotline.registry.contracts import CompiledKernel, KernelCompiler
+from slotline.registry.contracts import CompiledKernel, KernelCompiler, ResponseParser
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
@@ -96,6 +96,7 @@ class Engine:
         device: the current one while the engine works.
         extensions: methods of the step extensions.
         check: whether the integrity checker runs after each step.
+        response_parser: reads the answers of chats. None if no parser fits the model.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
         compiler: the device's compiler of kernels, if launches may wait for one.
         late_kernels: kernels that steps had to wait for while they were compiled or loaded from a cache on disk.
@@ -116,6 +117,7 @@ class Engine:
     limits: EngineLimits
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    response_parser: ResponseParser | None = None
     memory: MemoryReport | None = None
     notes: tuple[str, ...] = ()
     plugins: BuiltPlugins = field(factory=BuiltPlugins)

@@ -53,4 +53,5 @@ def build(context: ExtensionContext) -> StructuredOutputs | None:
         count_nans=config.observability.count_nans,
         source=planned.registry.source(descriptor),
         plugins=planned.registry.built,
+        decode=tokenizer.decode,
     )

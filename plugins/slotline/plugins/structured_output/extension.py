@@ -26,6 +26,7 @@ from slotline.core.sampling.logits_processors import Processed
 from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
 from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
+from slotline.plugins.structured_output.waiting import Decode, WaitingGrammar
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import GRAMMAR_STATE, misfits_of
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputCapabilities
@@ -49,7 +50,7 @@ class StructuredOutputs:
     Attributes:
         name: of the plugin, from the package `source`.
         compiler: compiles the grammars that requests wait for.
-        active: [max_requests] bool, rows with a grammar.
+        active: [max_requests] bool, rows with a grammar, also with one that waits for a text.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StructuredOutputs:
         count_nans: bool,
         source: str,
         plugins: BuiltPlugins,
+        decode: Decode,
     ) -> None:
         self.name = name
         self.source = source
@@ -81,7 +83,9 @@ class StructuredOutputs:
         self._profiler = profiler
         self._ahead = ahead
         self._count_nans = count_nans
+        self._decode = decode
         self._states: dict[int, GrammarState] = {}  # by row
+        self._waiting: dict[int, WaitingGrammar] = {}  # by row
         self._begun: WeakKeyDictionary[ModelInputs, GrammarBitmasks] = WeakKeyDictionary()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slotline-masks")
         self._filling: Future[None] | None = None
@@ -152,7 +156,7 @@ class StructuredOutputs:
                     f"{'; '.join(texts)}",
                     fix=f"name another in structured_output.backend{self._brought}",
                 )
-            self._keep(request.row, state)
+            self._keep(request, state, ())
 
     def resume(self, request: Request, token_ids: Sequence[int]) -> None:
         """Make the state of a request's row that of the output `token_ids`.
@@ -164,9 +168,7 @@ class StructuredOutputs:
             return
         self._settle()
         state = self.compiler.backend.start(self.compiler.grammar(request))
-        if token_ids and state.accept(list(token_ids)) != len(token_ids):
-            raise ContractError(f"structured-output plugin {self.name!r} refuses tokens that it has accepted before")
-        self._keep(request.row, state)
+        self._keep(request, state, token_ids)
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Forget the grammars of all but the unfinished requests."""
@@ -174,10 +176,11 @@ class StructuredOutputs:
 
     def release(self, row: int) -> None:
         """Forget the state of a row, whose request has left it or begins anew."""
-        if row in self._states:
+        if self.active[row]:
             self._settle()
             self.active[row] = False
-            del self._states[row]
+            self._states.pop(row, None)
+            self._waiting.pop(row, None)
 
     def leave(self, request: Request) -> None:
         """Forget the grammar of a request that has ended."""
@@ -189,7 +192,7 @@ class StructuredOutputs:
 
     def begin_logits(self, inputs: ModelInputs) -> None:
         """Begin a step's masks while its forward pass runs, if all earlier tokens are known."""
-        if not self._ahead or not self._states:
+        if not self._ahead or not self._any:
             return
         with self._profiler.scope("grammar"):
             masks = self.begin(inputs, beside=True)
@@ -198,11 +201,11 @@ class StructuredOutputs:
 
     def leaves_logits(self, inputs: ModelInputs) -> bool:
         """Return True if no row of a step has a grammar."""
-        return not self._states or not self.active[inputs.sampling.rows].any()
+        return not self._any or not self.active[inputs.sampling.rows].any()
 
     def process(self, processed: Processed, inputs: ModelInputs) -> Processed:
         """Return the logits with every token banned that a grammar does not allow next."""
-        if not self._states:
+        if not self._any:
             return processed
         with self._profiler.scope("grammar"):
             masks = self._begun.pop(inputs, None) or self.begin(inputs)
@@ -214,11 +217,11 @@ class StructuredOutputs:
         Returns:
             Rows whose text is over: with reason `stop` if it is complete, else with the error.
         """
-        return self._accept(rows, token_ids, ended) if self._states else {}
+        return self._accept(rows, token_ids, ended) if self._any else {}
 
     def after_draft(self, drafts: DraftTable, rows: Int, most: int) -> None:
         """Draft the tokens that the grammars of rows [n] force, up to `most` for each row, see `force_drafts`."""
-        if self._states:
+        if self._any:
             self._force(drafts, rows, most)
 
     def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
@@ -229,6 +232,8 @@ class StructuredOutputs:
         """
         self._settle()
         masked = self.active[inputs.sampling.rows]
+        if self._waiting:
+            masked = masked & ~self._free(inputs)
         if not masked.any():
             return None
         masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device)
@@ -261,6 +266,9 @@ class StructuredOutputs:
             if ended.get(row, ("", None))[0] == "stop":
                 continue
             try:
+                if row in self._waiting:
+                    self._wake(row, token)
+                    continue
                 state = self._state(row)
                 if state.accept([token]) == 0:
                     raise ContractError(f"structured-output plugin {self.name!r} let token {token} pass its mask")
@@ -272,10 +280,44 @@ class StructuredOutputs:
 
     def _force(self, drafts: DraftTable, rows: Int, most: int) -> None:
         force_drafts(drafts, self._states, rows, most, self.name)
+        if self._waiting and drafts.tree is not None:  # their grammars may begin in the middle of the drafts
+            cut = [row for row in rows.tolist() if row in self._waiting]
+            drafts.entry[cut] = -1
+            drafts.rows.num_spec_tokens[cut] = np.minimum(drafts.rows.num_spec_tokens[cut], drafts.tree.num_chained)
 
-    def _keep(self, row: int, state: GrammarState) -> None:
-        self._states[row] = state
+    @property
+    def _any(self) -> bool:
+        return bool(self._states or self._waiting)
+
+    def _keep(self, request: Request, state: GrammarState, token_ids: Sequence[int]) -> None:
+        """Keep the state of a request, advanced by the output `token_ids`."""
+        row, wanted = request.row, request.params.structured_outputs
         self.active[row] = True
+        if wanted is not None and wanted.after is not None:
+            waiting = WaitingGrammar(state, wanted.after, self._decode)
+            written = next((i for i, token in enumerate(token_ids, 1) if waiting.add(token)), None)
+            if written is None:
+                self._waiting[row] = waiting
+                return
+            token_ids = token_ids[written:]
+        if len(token_ids) and state.accept(list(token_ids)) != len(token_ids):
+            raise ContractError(f"structured-output plugin {self.name!r} refuses tokens that it has accepted before")
+        self._states[row] = state
+
+    def _wake(self, row: int, token: int) -> None:
+        """Add a token to the free text of a row, whose grammar begins if it is over."""
+        if self._waiting[row].add(token):
+            self._states[row] = self._waiting.pop(row).state
+
+    def _free(self, inputs: ModelInputs) -> npt.NDArray[np.bool_]:
+        """Return which logits [num_logits] of a step belong to free text: those before the end of a marker."""
+        rows, positions = inputs.sampling.rows, inputs.spec_positions
+        free = np.zeros(len(rows), bool)
+        for row, waiting in self._waiting.items():
+            own = np.flatnonzero(rows == row)
+            end = waiting.end_in(self._drafts(row)[: len(own) - 1]) if len(own) > 1 else None
+            free[own] = True if end is None or positions is None else positions[own] < end
+        return free
 
     def _settle(self) -> None:
         """Wait for the masks of a step whose forward pass failed, since states may have only one user."""
@@ -288,6 +330,8 @@ class StructuredOutputs:
 
     def _state(self, row: int) -> GrammarState:
         state = self._states.get(row)
+        if state is None and row in self._waiting:
+            state = self._waiting[row].state
         if state is None:
             raise ContractError(f"row {row} has no grammar", fix="report it: this is a bug in slotline")
         return state

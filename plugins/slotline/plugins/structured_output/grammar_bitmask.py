@@ -55,7 +55,9 @@ class GrammarBitmasks:
         """Return masks that are yet to be written, of the `masked` [num_logits] logits of a step, at least one.
 
         Args:
-            state_of: returns the state of a row. `drafts_of` returns its drafts.
+            masked: of a row, all logits or those behind some of its drafts.
+            state_of: returns the state of a row, of the text before its first masked logits. `drafts_of` returns its
+                drafts.
             device: where the logits are.
         """
         rows, draft_positions = inputs.sampling.rows, inputs.spec_positions
@@ -64,12 +66,15 @@ class GrammarBitmasks:
         bitmask.places[:] = places
         firsts, counts = np.arange(len(places)), np.zeros(len(places), np.int64)
         if draft_positions is not None:
-            firsts = np.flatnonzero(draft_positions[places] == 0)
+            firsts = np.flatnonzero((draft_positions[places] == 0) | (np.diff(rows[places], prepend=-1) != 0))
             counts = np.diff(firsts, append=len(places)) - 1
         own = rows[places[firsts]]
         drafts: list[list[int]] = [[]] * len(own)
         if counts.any():
-            drafts = [drafts_of(row)[:n] if n else [] for row, n in zip(own.tolist(), counts.tolist(), strict=True)]
+            assert draft_positions is not None  # there are drafts
+            before = draft_positions[places[firsts]].tolist()
+            ranges = zip(own.tolist(), before, counts.tolist(), strict=True)
+            drafts = [drafts_of(row)[i : i + n] if n else [] for row, i, n in ranges]
         return cls(
             bitmask=bitmask,
             masked=masked,

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 _FORM = '{"structures": [{"begin": "<a>", "schema": {...}, "end": "</a>"}], "triggers": ["<a"]}'
 
@@ -40,6 +41,7 @@ def structures(text: str) -> tuple[Structure, ...]:
         raise RequestError(
             "structured_outputs.structural_tag: structures is no list, or triggers none of texts", fix=f"give {_FORM}"
         )
+    demands(text)
     found = []
     for index, item in enumerate(given["structures"]):
         at = f"structured_outputs.structural_tag at #/structures/{index}"
@@ -52,6 +54,35 @@ def structures(text: str) -> tuple[Structure, ...]:
             raise RequestError(f"{at}: {item['begin']!r} begins with no trigger", fix="add one to triggers")
         found.append(Structure(max(triggers, key=len), item["begin"], item["schema"], item["end"], f"{at}/schema"))
     return tuple(found)
+
+
+@frozen
+class Demands:
+    """What a structural tag says of the whole text.
+
+    Attributes:
+        at_least_one: the text begins with a tag.
+        stop_after_first: nothing follows the first tag.
+    """
+
+    at_least_one: bool
+    stop_after_first: bool
+
+
+def demands(text: str) -> Demands:
+    """Return what a structural tag says of the whole text.
+
+    Raises:
+        RequestError: for a value that is neither true nor false.
+    """
+    given = json.loads(text)
+    values = {name: given.get(name, False) for name in ("at_least_one", "stop_after_first")}
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise RequestError(
+                f"structured_outputs.structural_tag: {name} is {safe_repr(value)}", fix="give true or false"
+            )
+    return Demands(**values)
 
 
 def _are_texts(values: Any) -> bool:

@@ -7,7 +7,13 @@ from types import MappingProxyType
 
 from slotline.registry.config.faults import Fault, similar
 from slotline.registry.config.fields import table_fields
-from slotline.registry.config.schema import DrafterConfig, KVConnectorConfig, LoraConfig, StructuredOutputConfig
+from slotline.registry.config.schema import (
+    DrafterConfig,
+    KVConnectorConfig,
+    LoraConfig,
+    ResponseParserConfig,
+    StructuredOutputConfig,
+)
 from slotline.registry.config.structure import dotted
 from slotline.registry.config.tree import KeyPath, Node, Table, find
 from slotline.registry.descriptor import Kind
@@ -23,6 +29,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.LORA: "lora",
         Kind.MODEL_FAMILY: "model_family",
         Kind.STRUCTURED_OUTPUT: "structured_output",
+        Kind.RESPONSE_PARSER: "response_parser",
         Kind.DEVICE: "devices",
         Kind.EXTENSION: "extensions",
         Kind.LINEAR: "linear",
@@ -40,6 +47,7 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "drafter": frozenset(table_fields(DrafterConfig)),
         "kv_connector": frozenset(table_fields(KVConnectorConfig)),
         "lora": frozenset(table_fields(LoraConfig)),
+        "response_parser": frozenset(table_fields(ResponseParserConfig)),
         "structured_output": frozenset(table_fields(StructuredOutputConfig)),
     }
 )

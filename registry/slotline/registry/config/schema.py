@@ -329,6 +329,19 @@ class StructuredOutputConfig:
 
 
 @frozen(kw_only=True)
+class ResponseParserConfig:
+    """What the text of a chat's answer means: reasoning, content, tool calls."""
+
+    name: str = field(
+        default="auto",
+        metadata=_doc("response parser: 'auto' is the one that fits the chat template, 'none' reads nothing"),
+    )
+    options: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("the plugin's own options, in a table `[response_parser.NAME]`", rest=True)
+    )
+
+
+@frozen(kw_only=True)
 class PluginsConfig:
     """Rules for plugins that may load."""
 
@@ -494,6 +507,7 @@ class Config:
     drafter: DrafterConfig = field(factory=DrafterConfig)
     lora: LoraConfig = field(factory=LoraConfig)
     structured_output: StructuredOutputConfig = field(factory=StructuredOutputConfig)
+    response_parser: ResponseParserConfig = field(factory=ResponseParserConfig)
     observability: ObservabilityConfig = field(factory=ObservabilityConfig)
     server: ServerConfig = field(factory=ServerConfig)
     logits_processors: Mapping[str, Any] = field(

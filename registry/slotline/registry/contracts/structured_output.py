@@ -122,6 +122,8 @@ class StructuredOutputsParams:
         json_object: the output is any JSON object.
         structural_tag: free text in which the text between given tags follows a schema. A mapping or JSON text.
         disable_any_whitespace: no white space in JSON except fixed separators.
+        after: a text. The output is free until it has written this text, and only what follows is constrained. None to
+            constrain it from the first token on.
 
     Raises:
         RequestError: naming the parameter, its value and the allowed values. For JSON with line and column.
@@ -134,6 +136,7 @@ class StructuredOutputsParams:
     json_object: bool = field(default=False, converter=plain_number)
     structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = field(default=False, converter=plain_number)
+    after: str | None = None
     constraint: Constraint = field(init=False, repr=False)
 
     @constraint.default
@@ -143,6 +146,10 @@ class StructuredOutputsParams:
                 raise RequestError(
                     f"structured_outputs.{name}={safe_repr(value)} is not allowed", fix=f"{name} must be True or False"
                 )
+        if self.after is not None and (not isinstance(self.after, str) or not self.after):
+            raise RequestError(
+                f"structured_outputs.after={safe_repr(self.after)} is not allowed", fix="give a text, or None"
+            )
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None and getattr(self, name) != ""]
         given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:

@@ -22,7 +22,7 @@ from slotline.plugins.structured_output.llguidance.tokenizer import build_tokeni
 from slotline.plugins.structured_output.number_bounds import refuse_uncounted_multiples
 from slotline.plugins.structured_output.regex import MOST_FORCED, located, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened
-from slotline.plugins.structured_output.structural_tags import structures
+from slotline.plugins.structured_output.structural_tags import Demands, demands, structures
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.registry.errors import ContractError, RequestError, SlotlineError
 
@@ -238,7 +238,7 @@ def _grammar(constraint: Constraint) -> str:
                 )
                 for s in structures(text)
             ]
-            grammar = StructTag.to_grammar(tags, assume_special=False)
+            grammar = _with_demands(StructTag.to_grammar(tags, assume_special=False), tags, demands(text))
         elif kind == "choice":  # one lexeme: a lexeme for each would meet llguidance's limit at 2,000
             grammar = LLMatcher.grammar_from_lark(
                 f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(text)))}"
@@ -250,6 +250,22 @@ def _grammar(constraint: Constraint) -> str:
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
     return grammar
+
+
+def _with_demands(grammar: str, tags: Sequence[StructTag], wanted: Demands) -> str:
+    """Return a structural tag's grammar whose text begins with a tag, or ends with the first one, if that is wanted."""
+    if not (wanted.at_least_one or wanted.stop_after_first):
+        return grammar
+    any_tag = " | ".join(f"tag_{index}" for index in range(len(tags)))
+    first = any_tag
+    if wanted.at_least_one:
+        first = " | ".join(f"first_{index}" for index in range(len(tags)))
+        for index, tag in enumerate(tags):
+            inside, end = f"%json {json.dumps(tag.grammar)}", _quoted(tag.end) if tag.end else ""
+            grammar += f"first_{index}: {_quoted(tag.begin)} {inside} {end}\n"
+    rest = "" if wanted.stop_after_first else f" ({any_tag})* tag_end"
+    start = f"({first}){rest}" if wanted.at_least_one else f"({first}) | tag_end"
+    return grammar.replace(f"start: ({any_tag})* tag_end", f"start: {start}")
 
 
 def _prepared(text: str, place: str) -> str:

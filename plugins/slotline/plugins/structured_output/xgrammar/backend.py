@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xgrammar
-from attrs import define
+from attrs import asdict, define
 
 from slotline.plugins.structured_output.cores import num_cores
 from slotline.plugins.structured_output.json_schema import refuse, subschemas
 from slotline.plugins.structured_output.regex import located, misread, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened
-from slotline.plugins.structured_output.structural_tags import structures
+from slotline.plugins.structured_output.structural_tags import demands, structures
 from slotline.plugins.structured_output.xgrammar.cost import seconds
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
 from slotline.plugins.structured_output.xgrammar.patterns import broken_by, in_ascii
@@ -338,5 +338,5 @@ def _triggered_tags(text: str) -> str:
         for structure in found
     ]
     triggers = list(dict.fromkeys(structure.trigger for structure in found))
-    wanted = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    wanted = {"type": "triggered_tags", "triggers": triggers, "tags": tags, **asdict(demands(text))}
     return json.dumps({"type": "structural_tag", "format": wanted})

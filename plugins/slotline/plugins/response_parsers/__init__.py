@@ -1,0 +1,1 @@
+"""Response parsers: what the text of an answer means as reasoning, content and tool calls, one for each form."""
