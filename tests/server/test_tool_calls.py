@@ -34,7 +34,7 @@ TEMPLATE = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% for call in message.tool_calls or [] %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
-ASKED: dict[str, Any] = {"model": "tools", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 120}
+ASKED: dict[str, Any] = {"model": "tools", "messages": MESSAGES, "tools": TOOLS, "temperature": 0.5, "max_tokens": 300}
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
 
 

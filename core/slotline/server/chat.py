@@ -200,7 +200,7 @@ def _params(state: ServerState, fields: ChatFields) -> SamplingParams:
 
 async def _understood(state: ServerState, fields: ChatFields, params: SamplingParams) -> Asked:
     name, adapter = state.model(fields.model)
-    tools = asked_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    tools = asked_tools(state.llm.engine, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     options = _options(fields, tools)
     prompt = await state.llm.chat_prompt(await as_messages(fields.messages), options)
     answers, params = read_answers(

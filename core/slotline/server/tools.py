@@ -72,7 +72,7 @@ class Answers:
 
     def turn(self) -> Turn:
         """Return the reader of one output."""
-        return Turn(answers=self, stream=self.parser and self.parser.start(self.request))
+        return Turn(answers=self, stream=None if self.parser is None else self.parser.start(self.request))
 
 
 @define(eq=False, kw_only=True)
@@ -127,15 +127,18 @@ class Turn:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-def asked_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ResponseRequest:
+def asked_tools(engine: Engine, tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ResponseRequest:
     """Return what a request says of tools.
 
     Raises:
-        HttpError: for a tool or choice that is none.
+        HttpError: for a tool or choice that is none, or if the model's form of calls is not known.
     """
     names = [_checked_name(index, tool) for index, tool in enumerate(tools or ())]
     kind, name = _choice(choice, names)
-    return ResponseRequest(tools=tuple(tools or ()), tool_choice=kind, function=name, parallel=parallel is not False)
+    request = ResponseRequest(tools=tuple(tools or ()), tool_choice=kind, function=name, parallel=parallel is not False)
+    if request.calls and engine.response_parser is None:
+        raise _no_parser(engine)
+    return request
 
 
 def read_answers(
@@ -144,12 +147,10 @@ def read_answers(
     """Return how outputs are read, and the parameters with what holds the calls and keeps the markers.
 
     Raises:
-        HttpError: if the model's form of calls is not known, or if the calls cannot be held to it.
+        HttpError: if the calls cannot be held to the model's form.
     """
     parser = engine.response_parser
     if parser is None:
-        if request.calls:
-            raise _no_parser(engine)
         return Answers(parser=None, request=request, reasoning=reasoning, ends={}), params
     assert engine.tokenizer is not None  # there is no parser without
     ids = (prompt.get("prompt_token_ids") or ())[-_PROMPT_END:]

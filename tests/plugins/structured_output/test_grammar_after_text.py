@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xgrammar": {"structured_output.backend": "xgrammar"},
     "llguidance": {"structured_output.backend": "llguidance"},
     "drafts": {"structured_output.backend": "xgrammar", "drafter.name": "ngram", "drafter.tokens": 4},
-    "asynchronous": {"structured_output.backend": "xgrammar", "scheduler.async": "true"},
+    "asynchronous": {"structured_output.backend": "xgrammar", "scheduler.async": True},
 }
 
 
 @pytest.fixture(scope="module", params=SETTINGS)
-def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    yield LLM(dtype="float32", **SETTINGS[request.param], **{"observability.check_integrity": True})
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(dtype="float32", **SETTINGS[request.param], **{"observability.check_integrity": True})
 
 
 def params(after: str | None, seed: int = 0, **more: Any) -> SamplingParams:

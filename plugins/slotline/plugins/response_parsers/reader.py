@@ -37,7 +37,7 @@ def merged(events: Sequence[ResponseEvent]) -> list[ResponseEvent]:
         if isinstance(event, ToolArgumentsDelta) and isinstance(last, ToolArgumentsDelta) and last.index == event.index:
             found[-1] = ToolArgumentsDelta(event.index, last.text + event.text)
         elif isinstance(event, ContentDelta | ReasoningDelta) and type(event) is type(last):
-            found[-1] = type(event)(last.text + event.text)  # type: ignore[union-attr]
+            found[-1] = type(event)(last.text + event.text)
         else:
             found.append(event)
     return found
