@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def parser_of(name: str, template: str = "", tokenizer: object = None) -> Respon
 
 def split(text: str, places: list[int]) -> list[str]:
     cuts = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
-    return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(cuts)]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), FORMS)
