@@ -69,6 +69,7 @@ class Reader:
         self._events: list[ResponseEvent] = []
         self._in_string = False
         self._depth = 0
+        self._ids: set[str | None] = set()
         self.state: Callable[[], bool] = self.content
         if think is not None:
             inside = request.prompt.rstrip().endswith(think[0])
@@ -159,8 +160,10 @@ class Reader:
         self._events.append(ReasoningDelta(text))
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call."""
-        self._events.append(ToolCallBegin(self.calls, name, call_id))
+        """Begin a call. An id that the output has used already is left out."""
+        own = None if call_id in self._ids else call_id
+        self._ids.add(call_id)
+        self._events.append(ToolCallBegin(self.calls, name, own))
         self.calls += 1
 
     def argue(self, text: str) -> None:
