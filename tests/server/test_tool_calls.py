@@ -137,3 +137,46 @@ def test_wrong_tools_are_refused(asked: dict[str, Any], param: str | None, clien
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**{**ASKED, **asked})
     assert raised.value.param == param
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """A client of a model whose template opens reasoning, which the small model never ends by itself."""
+    folder = tmp_path_factory.mktemp("model") / "thinks"
+    shutil.copytree(SMALL_MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("assistant: ", "assistant: <think>"))
+    with (
+        running_server(model=str(folder), dtype="float32") as running,
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client,
+    ):
+        yield client
+        running.everything_returned()
+
+
+def test_reasoning_that_the_prompt_opened_is_shown_apart(thinking: openai.OpenAI) -> None:
+    asked: Any = {"model": "thinks", "messages": MESSAGES, "temperature": 0.5, "seed": 3, "max_tokens": 24}
+    whole = thinking.chat.completions.create(**asked).choices[0]
+    said: Any = whole.message.model_extra
+    assert whole.message.content == ""
+    assert said["reasoning"] == said["reasoning_content"] != ""
+    assert whole.finish_reason == "length"
+    streamed = ""
+    for chunk in thinking.chat.completions.create(stream=True, **asked):
+        delta: Any = chunk.choices[0].delta
+        assert not delta.content
+        streamed += (delta.model_extra or {}).get("reasoning_content") or ""
+    assert streamed == said["reasoning_content"]
+    hidden = thinking.chat.completions.create(extra_body={"include_reasoning": False}, **asked).choices[0]
+    assert not hidden.message.model_extra
+    assert hidden.message.content == ""
+
+
+def test_the_form_of_an_answer_does_not_hold_its_reasoning(thinking: openai.OpenAI) -> None:
+    asked: Any = {"model": "thinks", "messages": MESSAGES, "temperature": 0.5, "seed": 3, "max_tokens": 24}
+    free: Any = thinking.chat.completions.create(**asked).choices[0].message.model_extra
+    formed = thinking.chat.completions.create(response_format={"type": "json_object"}, **asked).choices[0]
+    assert formed.message.model_extra == free  # the reasoning never ends, so the form never begins
+    assert formed.message.content == ""
+    chosen: Any = {"structured_outputs": {"choice": ["yes", "no"], "after": " "}}
+    said: Any = thinking.chat.completions.create(extra_body=chosen, **asked).choices[0].message.model_extra
+    assert said["reasoning"].endswith(("yes", "no"))
