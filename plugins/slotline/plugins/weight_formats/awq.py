@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, centred, matches, unpack
+from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, unpack
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -19,6 +19,8 @@ class Awq:
     Raises:
         ModelError: for other bits or layouts.
     """
+
+    examples = examples_of("awq")
 
     def __init__(self, context: WeightFormatContext) -> None:
         config = context.config

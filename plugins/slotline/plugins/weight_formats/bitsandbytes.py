@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors
+from slotline.plugins.weight_formats.common import Tensors, examples_of
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import ELEMENTS, QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -20,6 +20,8 @@ class BitsAndBytes:
 
     What a tensor's own state says counts. bitsandbytes writes the configuration from its defaults.
     """
+
+    examples = examples_of("bitsandbytes")
 
     def __init__(self, context: WeightFormatContext) -> None:
         self._path = context.path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
 
-from slotline.registry.contracts.weight_format import TensorReader
+from slotline.registry.contracts.weight_format import FormatExample, TensorReader
 from slotline.registry.errors import ModelError
 
 DOWNLOAD = "download the checkpoint again"
@@ -96,6 +97,16 @@ def _fits(found: Iterable[int], wanted: tuple[int | None, ...]) -> bool:
 
 def _sizes(shape: tuple[int | None, ...]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def examples_of(name: str) -> Callable[[], Mapping[str, FormatExample]]:
+    """Return the static method `examples` of a reader, which the conformance suite calls."""
+
+    def examples() -> Mapping[str, FormatExample]:
+        found: Mapping[str, FormatExample] = getattr(import_module("slotline.plugins.weight_formats.examples"), name)()
+        return found
+
+    return staticmethod(examples)  # type: ignore[return-value]
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, centred, matches, two_dimensional, unpack
+from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, two_dimensional, unpack
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -15,6 +15,8 @@ from slotline.registry.errors import ModelError
 _PACKED = "pack-quantized"
 _PLAIN = "dense"
 _READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_ORDERED = ("group", "dynamic", "true")
+"""What `actorder` says where inputs are stored in an order of their own."""
 
 
 class CompressedTensors:
@@ -23,6 +25,8 @@ class CompressedTensors:
     Raises:
         ModelError: if the configuration has a group that it cannot read.
     """
+
+    examples = examples_of("compressed_tensors")
 
     def __init__(self, context: WeightFormatContext) -> None:
         self._config = context.config
@@ -45,7 +49,10 @@ class CompressedTensors:
         group = self._group_of(name, kind)
         if group is None or self._format_of(group) == _PLAIN:
             return None
-        return _scheme(name, group, ordered=self._tensors.has(f"{name}.weight_g_idx"))
+        ordered = self._tensors.has(f"{name}.weight_g_idx")
+        if not ordered and str(group["weights"].get("actorder") or "").lower() in _ORDERED:
+            self._tensors.missing(f"{name}.weight_g_idx")
+        return _scheme(name, group, ordered=ordered)
 
     def read(self, name: str, kind: str) -> QuantizedWeight:
         scheme, group = self.scheme_of(name, kind), self._group_of(name, kind)
@@ -58,7 +65,12 @@ class CompressedTensors:
         scales = self._scales(name, scheme, codes.shape)
         offsets = None
         if not scheme.symmetric:
-            zeros = two_dimensional(self._tensors.get(f"{name}.weight_zero_point"))
+            stored = self._tensors.get(f"{name}.weight_zero_point", (torch.int8,))
+            zeros = two_dimensional(stored)
+            if tuple(zeros.shape) not in ((1, 1), tuple(scales.shape)):
+                self._tensors.wrong(
+                    f"{name}.weight_zero_point", f"has shape {list(stored.shape)}, its scales {list(scales.shape)}"
+                )
             offsets = -zeros.expand(scales.shape) * scales
         return QuantizedWeight(
             scheme=scheme, codes=codes, scales=scales, offsets=offsets, input_scale=self._input_scale(name, scheme)
@@ -74,7 +86,8 @@ class CompressedTensors:
         scales = self._scales(name, scheme, (outputs, inputs))
         offsets = None
         if not scheme.symmetric:
-            zeros = self._tensors.get(f"{name}.weight_zero_point", (torch.int32,), (None, scales.shape[1]))
+            shape = (-(-outputs * bits // 32), scales.shape[1])
+            zeros = self._tensors.get(f"{name}.weight_zero_point", (torch.int32,), shape)
             unpacked = unpack(zeros, bits, 0)[:outputs]
             offsets = -centred(unpacked, bits).float() * scales
         order = self._tensors.get(f"{name}.weight_g_idx", (), (inputs,)).int() if scheme.act_order else None

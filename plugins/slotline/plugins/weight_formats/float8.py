@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, matches, two_dimensional
+from slotline.plugins.weight_formats.common import Tensors, examples_of, matches, two_dimensional
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -14,6 +14,8 @@ _FLOAT8 = "F8_E4M3"
 
 class Float8:
     """Reader of one checkpoint of the method ``fp8``. See `slotline.registry.contracts.weight_format.WeightFormat`."""
+
+    examples = examples_of("fp8")
 
     def __init__(self, context: WeightFormatContext) -> None:
         config = context.config
@@ -62,6 +64,8 @@ class ModelOpt(Float8):
     Raises:
         ModelError: for another algorithm of ModelOpt.
     """
+
+    examples = examples_of("modelopt")
 
     def __init__(self, context: WeightFormatContext) -> None:
         super().__init__(context)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, centred, matches, unpack
+from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, unpack
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -19,6 +19,8 @@ class Gptq:
     Raises:
         ModelError: for a number of bits without a scheme.
     """
+
+    examples = examples_of("gptq")
 
     def __init__(self, context: WeightFormatContext) -> None:
         config: Mapping[str, Any] = context.config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, matches
+from slotline.plugins.weight_formats.common import Tensors, examples_of, matches
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 
@@ -13,6 +13,8 @@ _SIZE, _EXPONENT_BIAS = 32, 127
 
 class Mxfp4:
     """Reader of one checkpoint. See `slotline.registry.contracts.weight_format.WeightFormat`."""
+
+    examples = examples_of("mxfp4")
 
     def __init__(self, context: WeightFormatContext) -> None:
         self._tensors = Tensors(context.tensors, context.method)

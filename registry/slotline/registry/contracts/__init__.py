@@ -127,6 +127,7 @@ from slotline.registry.contracts.structured_output import (
 )
 from slotline.registry.contracts.weight_format import (
     FileFormat,
+    FormatExample,
     OnlineFormat,
     TensorReader,
     WeightFormat,
@@ -189,6 +190,7 @@ __all__ = [
     "ExtensionContext",
     "FeatureExtension",
     "FileFormat",
+    "FormatExample",
     "GrammarState",
     "Graph",
     "GraphCapture",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrs import field, frozen
 
@@ -109,6 +109,34 @@ class OnlineFormat(WeightFormat, Protocol):
     def quantize(self, name: str, kind: str, weight: torch.Tensor) -> QuantizedWeight:
         """Return the quantized form of a weight [.., out_features, in_features] of any real dtype."""
         ...
+
+
+@frozen(kw_only=True, eq=False)
+class FormatExample:
+    """Form of weights that a format reads, with a writer of it. The conformance suite draws the weights.
+
+    A factory offers its examples by a static method `examples() -> Mapping[str, FormatExample]`, by a name in words. A
+    format that reads checkpoints needs one for each scheme that it declares. An engine never calls it.
+
+    Attributes:
+        config: the quantization configuration, which leaves out the module ``lm_head``. A function of the names of all
+            quantized modules, if it names them.
+        scheme: the form of the weights.
+        store: from a module's name and a weight of `scheme` to the tensors that a checkpoint holds for it, by their
+            whole names. It has the opposite task of `WeightFormat.read`, so write it from the format's description.
+        fit: from a weight to a near one that the form holds exactly. None if it holds every weight with scales of eight
+            significant bits and whole zero points.
+        kind: ``linear`` for weights [out_features, in_features], ``experts`` for [experts, out_features, in_features].
+        row_step, column_step: numbers that divide the outputs and the inputs of what it holds.
+    """
+
+    config: Mapping[str, Any] | Callable[[tuple[str, ...]], Mapping[str, Any]]
+    scheme: WeightScheme
+    store: Callable[[str, QuantizedWeight], Mapping[str, torch.Tensor]]
+    fit: Callable[[QuantizedWeight], QuantizedWeight] | None = None
+    kind: Literal["linear", "experts"] = "linear"
+    row_step: int = 1
+    column_step: int = 1
 
 
 class FileFormat(Protocol):

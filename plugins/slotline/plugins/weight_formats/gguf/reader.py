@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors
+from slotline.plugins.weight_formats.common import Tensors, examples_of
 from slotline.plugins.weight_formats.gguf.blocks import TYPES, decoded
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
@@ -15,6 +15,8 @@ from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 
 class Gguf:
     """Reader of one file. See `slotline.registry.contracts.weight_format.WeightFormat`."""
+
+    examples = examples_of("gguf")
 
     def __init__(self, context: WeightFormatContext) -> None:
         self._tensors = Tensors(context.tensors, context.method)

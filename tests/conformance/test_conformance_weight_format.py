@@ -1,0 +1,38 @@
+"""The checks of weight formats: no broken one survives them, no right one fails, ours among these."""
+
+from __future__ import annotations
+
+import pytest
+
+from slotline.registry.descriptor import Kind
+from slotline.testing import Level, Outcome, all_checks, check_plugin
+from slotline.testing.mutants.weight_format import CORRECT, MUTANTS
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
+    records = check_plugin(mutant.descriptor, level=mutant.level, stop_at_first=True)
+    assert records[-1].bad, f"{mutant.name} survives up to {mutant.level}"
+    assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
+
+
+@pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
+def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
+    records = check_plugin(correct.descriptor, level=Level.STATEFUL)
+    assert [f"{r.key}: {r.reason}" for r in records if r.bad] == []
+    skipped = {r.reason for r in records if r.outcome is Outcome.SKIPPED and Level.CONTRACT < r.level < Level.ENGINE}
+    assert all("declared" in reason for reason in skipped), skipped
+
+
+@pytest.mark.parametrize(
+    "name", ["compressed_tensors", "fp8", "modelopt", "gptq", "awq", "bitsandbytes", "mxfp4", "gguf", "online"]
+)
+def test_ours_passes_all(name):
+    records = check_plugin(f"weight_format:{name}", level=Level.STATEFUL)
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
+    assert sum(record.outcome is Outcome.PASSED for record in records) > 20
+
+
+def test_there_are_checks_at_each_level_that_the_kind_has():
+    levels = {item.level for item in all_checks(Kind.WEIGHT_FORMAT) if item.mandatory}
+    assert levels >= {Level.CONTRACT, Level.NUMERICS, Level.HOSTILE, Level.STATEFUL}
