@@ -106,7 +106,7 @@ def examples_of(name: str) -> Callable[[], Mapping[str, FormatExample]]:
         found: Mapping[str, FormatExample] = getattr(import_module("slotline.plugins.weight_formats.examples"), name)()
         return found
 
-    return staticmethod(examples)  # type: ignore[return-value]
+    return staticmethod(examples)
 
 
 def unpack(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

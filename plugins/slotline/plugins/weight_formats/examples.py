@@ -24,11 +24,12 @@ def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     for place in range(count):
         words |= codes[..., place::count] << (bits * place)
     words = torch.where(words >= 2**31, words - 2**32, words)
-    return words.to(torch.int32).movedim(-1, dim).contiguous()
+    packed: torch.Tensor = words.to(torch.int32).movedim(-1, dim).contiguous()
+    return packed
 
 
 def _unsigned(weight: QuantizedWeight) -> torch.Tensor:
-    return weight.codes.int() + 2 ** (weight.scheme.element.bits - 1)
+    return weight.codes.int().add(2 ** (weight.scheme.element.bits - 1))
 
 
 def _zeros(weight: QuantizedWeight) -> torch.Tensor:
@@ -36,7 +37,7 @@ def _zeros(weight: QuantizedWeight) -> torch.Tensor:
     middle = 2 ** (weight.scheme.element.bits - 1)
     if weight.offsets is None:
         return torch.full(weight.scales.shape, middle)
-    return (-weight.offsets / weight.scales).round().int() + middle
+    return (-weight.offsets / weight.scales).round().int().add(middle)
 
 
 # --- compressed-tensors

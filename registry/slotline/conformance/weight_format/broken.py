@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def broken_missing(run: Run) -> None:
 def broken_shape(run: Run) -> None:
     """A tensor with a row or a column too few or too many is refused by name, unless the weight's size shows it."""
     for dim in (0, -1):
-        _each_tensor(run, f"less in dimension {dim} of", lambda tensors, name, d=dim: _resized(tensors, name, d, -1))
-        _each_tensor(run, f"more in dimension {dim} of", lambda tensors, name, d=dim: _resized(tensors, name, d, 1))
+        for what, by in (("less", -1), ("more", 1)):
+            _each_tensor(run, f"{what} in dimension {dim} of", partial(_resized, dim=dim, by=by))
 
 
 @check(Kind.WEIGHT_FORMAT, "weight_format.broken.dtype", Level.HOSTILE, cases=by_example, cost=0.02)

@@ -158,13 +158,13 @@ class FormatWorld:
             raise Failed(str(error)) from error
         for index, (one, other) in enumerate(zip(_each(found), _each(wanted), strict=True)):
             exact, size = oracle.weight_of(other), oracle.magnitude_of(other)
-            error = (oracle.weight_of(one) - exact).abs()
+            off = (oracle.weight_of(one) - exact).abs()
             bound = EXACT * torch.finfo(torch.float32).eps * size + 1e-30
-            worst = int(torch.nan_to_num(error / bound, nan=float("inf")).argmax())
+            worst = int(torch.nan_to_num(off / bound, nan=float("inf")).argmax())
             row, column = divmod(worst, exact.shape[1])
             where = f"{what}: " + (f"expert {index}, " if self.kind == "experts" else "")
             self.run.measure(
-                error=float(error[row, column]),
+                error=float(off[row, column]),
                 allowed=float(bound[row, column]),
                 what=f"{where}output {row} of {exact.shape[0]}, input {column} of {exact.shape[1]}",
             )
