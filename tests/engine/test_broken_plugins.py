@@ -32,6 +32,7 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.LINEAR: {"weights.quantize": "int8", "weights.linear": "broken"},
     Kind.EXPERTS: {"weights.quantize": "int8", "weights.experts": "broken"},
     Kind.WEIGHT_FORMAT: {"weights.quantize": "int8", "plugins.block": ("weight_format:online",)},
+    Kind.RESPONSE_PARSER: {"response_parser.name": "broken"},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -49,6 +50,7 @@ REMEDIES = {
     Kind.LINEAR: r"weights\.linear",
     Kind.EXPERTS: r"weights\.experts",
     Kind.WEIGHT_FORMAT: r"\[plugins\] block",
+    Kind.RESPONSE_PARSER: r"response_parser\.name",
 }
 
 

@@ -16,6 +16,7 @@ from slotline.plugins.kv_specs import full
 from slotline.plugins.logits_processors import no_repeat_ngram
 from slotline.plugins.lora import grouped
 from slotline.plugins.model_families import decoder
+from slotline.plugins.response_parsers import descriptors as response_parsers
 from slotline.plugins.structured_output import llguidance
 from slotline.plugins.weight_formats import descriptors as weight_formats
 from slotline.proposers import ngram
@@ -55,6 +56,7 @@ _SHIPPED = {
     "linear": SimpleNamespace(descriptor=linears.dequantized),
     "experts": SimpleNamespace(descriptor=linears.dequantized_experts),
     "weight_format": SimpleNamespace(descriptor=weight_formats.online),
+    "response_parser": SimpleNamespace(descriptor=response_parsers.hermes),
 }
 
 
