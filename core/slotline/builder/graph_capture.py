@@ -13,10 +13,11 @@ from typing import Self
 import torch
 from attrs import define
 
+from slotline.builder.served_attention import ServedAttention
 from slotline.core.batch.attend import Attend
 from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.torch_device import TorchDevice, compiler_of
-from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, ServedAttention
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.kernels.graph_capture_state import alias_without_ownership, as_if_run
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.contracts.device import Device, Graph, MissingKernels

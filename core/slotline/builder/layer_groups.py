@@ -13,6 +13,7 @@ from attrs import define
 from slotline.builder.cache_memory import allocate_pages, bind_caches, no_cache
 from slotline.builder.placement import batches_of
 from slotline.builder.plugin_construction import build_plugin
+from slotline.builder.served_attention import CheckedDispatcher
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
@@ -184,7 +185,9 @@ class LayerGroupBuilder:
             caches = self._complete(self._bound(specs, pages, num_blocks))
         device = self.planned.hardware[self.planned.device]
         may_capture = device.is_capturing if self.planned.device_capabilities.graphs.support else None
-        return AttentionDispatcher(attention, caches, checks, may_capture)
+        if checks is None:
+            return AttentionDispatcher(attention, caches, may_capture)
+        return CheckedDispatcher(attention, caches, checks, may_capture)
 
     def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
         """Return the caches that the specs make of their memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slotline.builder.served_attention import CheckedDispatcher
 from slotline.core.batch.extensions import Extensions
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 
@@ -11,7 +12,7 @@ def nan_cause(router: AttentionDispatcher, extensions: Extensions) -> str:
 
     Without checks only the result is looked at, which every backend has a part in.
     """
-    if router.checks is not None and router.checks.found is not None:
+    if isinstance(router, CheckedDispatcher) and router.checks.found is not None:
         return f"PluginError: the model gave NaN: {router.checks.found}\n  fix: name another backend"
     plugins = [group.plugin for group in router.groups]
     for computed_by in extensions.computed_by:

@@ -11,10 +11,8 @@ from attrs import define, evolve
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.kernels.device_scope import device_scope
-from slotline.kernels.graph_capture_state import is_captured
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError
-from slotline.registry.output_checks import OutputChecks, ShownBatch
 
 
 @define(kw_only=True, eq=False)
@@ -105,42 +103,6 @@ class DispatchedAttention:
         return self._router.slots(layer, key)
 
 
-@define(eq=False)
-class ServedAttention(DispatchedAttention):
-    """Attention callable with a function of its own, which checks outputs or breaks a capture.
-
-    Attributes:
-        serve: computes a layer's output.
-        broken: indices of layers that end a capture.
-    """
-
-    serve: Callable[..., torch.Tensor]
-    broken: Container[int] = ()
-
-    def __call__(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        *,
-        written: bool = False,
-        wanted: bool = False,
-    ) -> torch.Tensor:
-        """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
-        if wanted:
-            return self._router.attend_wanted(layer, query, key, value, sinks, written)
-        return self.serve(layer, query, key, value, sinks, written)
-
-    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
-        """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
-
-        Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
-        """
-        return None if layer.index in self.broken else self._router.slots(layer, key)
-
-
 class AttentionDispatcher:
     """Plans each group once per step and then serves the layers' calls.
 
@@ -149,18 +111,15 @@ class AttentionDispatcher:
         routes: by layer index, its `write`, its `forward`, its cache and the place of its group. `write` is None if
             `forward` stores keys.
         step: plans in force.
-        checks: of the outputs of backends in eager steps. None for no checks.
     """
 
     def __init__(
         self,
         groups: Sequence[AttentionGroup],
         caches: dict[int, KVCache],
-        checks: OutputChecks | None = None,
         is_capturing: Callable[[], bool] | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.checks = checks
         self.fast_prefill = any(group.fast_prefill for group in groups)
         self.step = StepPlans([], ())
         self._one_device = len({group.device for group in groups}) < 2
@@ -180,7 +139,11 @@ class AttentionDispatcher:
             for g in groups
         ]
         caches = {layer.index: self.routes[layer.index][2] for layer in layers}
-        return AttentionDispatcher(groups, caches, self.checks, self._is_capturing), read
+        return self._over(groups, caches), read
+
+    def _over(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> AttentionDispatcher:
+        """Build a dispatcher like this one over other groups."""
+        return AttentionDispatcher(groups, caches, self._is_capturing)
 
     def caches(self) -> list[KVCache]:
         """Return the caches of all layers, in the layers' order."""
@@ -216,7 +179,6 @@ class AttentionDispatcher:
                 "a step was called while a graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
-        shown = None if self.checks is None else [ShownBatch.of(batch) for batch in batches]
         if wanted is not None and self.fast_prefill:
             plans = [self._plan_some(group, batches, wanted) for group in self.groups]
         else:
@@ -225,15 +187,12 @@ class AttentionDispatcher:
                 None if group.name in precomputed else plan(group, _seen_by(group, batches[group.batch]))
                 for group in self.groups
             ]
-        if shown is not None:
-            for group in self.groups:
-                shown[group.batch].check(group.plugin, "plan")
         return StepPlans(plans, batches, wanted)
 
     def bind_plans(self, plans: StepPlans) -> Attend:
         """Return attention under plans that were made before. Only the plans of the last call are in force."""
         self.step = plans
-        return DispatchedAttention(self) if self.checks is None else ServedAttention(self, self._attend_checked)
+        return DispatchedAttention(self)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """Return the slots for new keys like `key` and the values of a layer, if the model may store them itself."""
@@ -245,33 +204,6 @@ class AttentionDispatcher:
     def takes_wanted(self, layer: AttentionLayer) -> bool:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
         return self.step.wanted is not None and self.groups[self.routes[layer.index][3]].last_queries
-
-    def _attend_checked(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-        written: bool = False,
-    ) -> torch.Tensor:
-        """Compute the attention of one layer, and check the backend's output and batch.
-
-        The output is filled with NaN before, to find elements that the backend does not write.
-        """
-        if self.checks is None or is_captured():
-            return DispatchedAttention(self)(layer, query, key, value, sinks, written=written)
-        position = self.routes[layer.index][3]
-        group = self.groups[position]
-        batch = self.step.batches[group.batch]
-        if self.step.wanted is not None and group.fast_prefill:
-            batch = self.step.wanted.batch(batch)
-        out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
-        shown = ShownBatch.of(batch)
-        returned = self.serve(layer, query, key, value, sinks, out, written)
-        shown.check(group.plugin, "forward")
-        self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
-        return out
 
     def attend_wanted(
         self,
@@ -287,23 +219,30 @@ class AttentionDispatcher:
         All keys and values are stored first. For the backend it is then a step of only the wanted tokens, with the
         other tokens in the cache.
         """
-        write, forward, cache, position = self.routes[layer.index]
-        group, step = self.groups[position], self.step
+        write, _, cache, position = self.routes[layer.index]
+        step = self.step
         assert step.wanted is not None
         if write is not None and not written:
             write(layer, key, value, cache, step.plans[position])
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-        checks = None if self.checks is None or is_captured() else self.checks
-        if checks is not None:
-            out.fill_(torch.nan)
         if step.wanted.num_tokens:
-            plan = self._plan(group, step.wanted.batch(step.batches[group.batch]))
-            key, value = key[step.wanted.index], value[step.wanted.index]
-            returned = forward(layer, query, key, value, cache, plan, out, sinks)
-            if checks is not None:
-                batch = step.wanted.batch(step.batches[group.batch])
-                checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
+            batch = step.wanted.batch(step.batches[self.groups[position].batch])
+            inputs = query, key[step.wanted.index], value[step.wanted.index]
+            self.serve_batch(layer, inputs, sinks, out, batch)
         return out
+
+    def serve_batch(
+        self,
+        layer: AttentionLayer,
+        inputs: tuple[torch.Tensor, ...],
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> object:
+        """Plan a batch for one layer and attend: into `out`. The inputs are its query, key and value."""
+        _, forward, cache, position = self.routes[layer.index]
+        query, key, value = inputs
+        return forward(layer, query, key, value, cache, self._plan(self.groups[position], batch), out, sinks)
 
     def serve(
         self,
