@@ -23,8 +23,6 @@ _WITHOUT = (
     Kind.STRUCTURED_OUTPUT,
     Kind.RESPONSE_PARSER,
     Kind.KV_CONNECTOR,
-    Kind.EXPERTS,
-    Kind.WEIGHT_FORMAT,
 )
 KINDS = {kind.value: kind for kind in Kind if kind not in _WITHOUT}
 """The kinds that have a template."""
