@@ -26,6 +26,7 @@ PLUGINS = {
     Kind.KV_SPEC: "acme_full",
     Kind.DRAFTER: "acme_repeat",
     Kind.LOGITS_PROCESSOR: "acme_ban",
+    Kind.LINEAR: "acme_codes",
 }
 PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Reader:\n" * 4, "for", "return self._values[" * 9]
 SMALL: dict[str, Any] = {

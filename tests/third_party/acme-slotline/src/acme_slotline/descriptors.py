@@ -8,6 +8,7 @@ from slotline.registry.contracts import (
     DrafterCapabilities,
     ExtensionCapabilities,
     KVSpecCapabilities,
+    LinearCapabilities,
     LogitsProcessorCapabilities,
 )
 
@@ -72,4 +73,19 @@ rate = Descriptor(
     factory="acme_slotline.rate:TokenRate",
     options="acme_slotline.options:RateOptions",
     summary="at most so many new tokens of a request for each second of wall time",
+)
+
+codes = Descriptor(
+    kind=Kind.LINEAR,
+    name="acme_codes",
+    contract=ContractRange(1, 1),
+    capabilities=LinearCapabilities(
+        devices=Set(("cpu", "cuda")),
+        dtypes=Set(("float32", "bfloat16", "float16")),
+        schemes=Set(("int8", "int4")),
+        granularities=Set(("channel", "group")),
+        priority=-20,
+    ),
+    factory="acme_slotline.codes:CodeLinear",
+    summary="int8 and int4: a group of inputs is added up before it meets its scale",
 )
