@@ -12,11 +12,13 @@ import torch
 from quantized_engines import answer, engine, expected, same
 from safetensors.torch import load_file, save_file
 
+from slotline.core import SamplingParams
 from slotline.plugins.weight_formats.online import quantize
 from slotline.registry.contracts.weights import WeightScheme
 from slotline.registry.errors import NegotiationError
 
 W8 = "compressed-tensors W8A16"
+INVARIANT = {"backend": "cpu", "optimize": True, "batch_invariant": True}
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +94,26 @@ def test_an_embedding_task_runs_on_quantized_weights(plain: Path, tmp_path: Path
 def test_independence_of_the_batch_is_refused_where_no_plugin_promises_it(plain: Path, tmp_path: Path) -> None:
     quantized, _ = written(plain, tmp_path)
     with pytest.raises(NegotiationError) as refused:
-        engine(quantized, optimize=True, batch_invariant=True)
-    assert "N175" in str(refused.value)
+        engine(quantized, **INVARIANT, **{"plugins.block": ("linear:dequantized",)})
+    assert "no linear plugin multiplies by" in refused.value.message
+    assert "numba: N175 batch invariance: needs it" in refused.value.message
+
+
+@pytest.mark.parametrize("quantize", ["", "int8", "int4"])
+def test_a_requests_numbers_are_bitwise_the_same_alone_and_in_a_batch(
+    quantize: str, plain: Path, tmp_path: Path
+) -> None:
+    path = plain if quantize else written(plain, tmp_path)[0]
+    llm = engine(path, **INVARIANT, **{"weights.quantize": quantize})
+    assert {group.plugin for group in llm.plan.weight_groups} == {"dequantized"}
+    against = {(r.name, reason.code) for g in llm.plan.weight_groups for r in g.rejected for reason in r.reasons}
+    assert ("numba", "N175") in against
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
+    prompts = [{"prompt_token_ids": [5, 9, 60, 7 * i + 1][: i + 1]} for i in range(4)]
+    alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+    together = [output.outputs[0] for output in llm.generate(prompts, params)]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    assert [one.logprobs for one in together] == [one.logprobs for one in alone]
 
 
 def test_the_library_packs_as_our_writer_does() -> None:

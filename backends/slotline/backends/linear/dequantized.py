@@ -12,6 +12,8 @@ from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 
 _OPTIONAL = ("offsets", "g_idx")
+_TILE = 16
+"""Rows of a product that must be bitwise the same in any batch. A library orders its sums by the number of rows."""
 
 
 class DequantizedLinear:
@@ -19,12 +21,13 @@ class DequantizedLinear:
 
     def __init__(self, context: LinearContext) -> None:
         self._scheme, self._dtype = context.scheme, getattr(torch, context.dtype)
+        self._product = _tiled if context.batch_invariant else functional.linear
 
     def pack(self, weight: QuantizedWeight) -> Mapping[str, torch.Tensor]:
         return packed_codes(weight)
 
     def apply(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
-        return functional.linear(x, unpacked(self._scheme, packed, x.shape[1]).dequantize(self._dtype))
+        return self._product(x, unpacked(self._scheme, packed, x.shape[1]).dequantize(self._dtype))
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         return code_bytes(self._scheme, out_features, in_features)
@@ -76,6 +79,13 @@ class DequantizedExperts:
         bias = None if own.get("bias") is None else own.pop("bias")[expert].to(self._dtype)
         one = {key: tensor[expert] for key, tensor in own.items() if tensor is not None}
         return functional.linear(x, unpacked(self._context.scheme, one, x.shape[1]).dequantize(self._dtype), bias)
+
+
+def _tiled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ weight.T`` in products of `_TILE` rows each, the last one padded with zeros."""
+    padded = functional.pad(x, (0, 0, 0, -len(x) % _TILE))
+    parts = [functional.linear(part, weight) for part in padded.split(_TILE)]
+    return torch.cat(parts)[: len(x)]
 
 
 def activate(inner: torch.Tensor, context: ExpertsContext) -> torch.Tensor:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from attrs import evolve
+
 from slotline.registry.capability import Align, Flag, GraphSupport, Level, Set
 from slotline.registry.contracts.experts import ExpertsCapabilities
 from slotline.registry.contracts.linear import LinearCapabilities
 from slotline.registry.contracts.weights import ELEMENTS
-from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 _ANY = tuple(ELEMENTS)
 _FLOATS = Set(("float32", "bfloat16", "float16"))
+
+
+def probe_dequantized(device: DeviceInfo) -> Any:
+    """Return what dequantized products offer on a device. Tiles of rows are shown to be invariant on CPUs."""
+    if "cpu" in (device.type, *device.compatible_with):
+        return dequantized.capabilities
+    return evolve(dequantized.capabilities, batch_invariant=Flag(False))
+
 
 dequantized = Descriptor(
     kind=Kind.LINEAR,
@@ -22,9 +34,11 @@ dequantized = Descriptor(
         offsets=Flag(True),
         act_order=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
+        batch_invariant=Flag(True, "on a CPU, in tiles of 16 tokens"),
         priority=-10,
     ),
     factory="slotline.backends.linear.dequantized:DequantizedLinear",
+    probe="slotline.backends.linear.descriptors:probe_dequantized",
     summary="any scheme: the weight is dequantized in each product, which is slow and saves memory",
 )
 numba = Descriptor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Level, Run, check
+from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.environments.experts import ExpertsWorld, once, seen
 
 
@@ -77,3 +77,15 @@ def pack_several(run: Run) -> None:
     for number in (0, 1, 0):
         world.weights, world.packed = layers[number]
         world.check(world.inputs(4), f"layer {number} of 2")
+
+
+@check(Kind.EXPERTS, "experts.apply.invariant", Level.HOSTILE, needs={"batch_invariant": True}, cases=once, cost=0.03)
+def apply_invariant(run: Run) -> None:
+    """A token's outputs are bitwise the same alone and in any batch, and right."""
+    world = ExpertsWorld(run, batch_invariant=True)
+    given = world.inputs(33)
+    alone = torch.cat([world.applied(*(part[i : i + 1].clone() for part in given)) for i in range(33)])
+    world.compare(alone, given, "each token by itself")
+    for start, stop in ((0, 2), (0, 8), (3, 20), (0, 33)):
+        if not torch.equal(world.applied(*(part[start:stop].clone() for part in given)), alone[start:stop]):
+            raise Failed(f"{stop - start} tokens together have other bits than each by itself")

@@ -159,11 +159,15 @@ def pack_shards(run: Run) -> None:
     cost=0.03,
 )
 def apply_invariant(run: Run) -> None:
-    """A token's outputs are bitwise the same alone and in any batch."""
-    world = LinearWorld(run)
-    packed = world.pack(world.weight())
-    x = world.inputs(33)
-    alone = torch.cat([world.applied(x[i : i + 1].clone(), packed, world.out_features) for i in range(33)])
-    for tokens in (2, 8, 17, 33):
-        if not torch.equal(world.applied(x[:tokens].clone(), packed, world.out_features), alone[:tokens]):
-            raise Failed(f"{tokens} tokens together have other bits than each by itself")
+    """A token's outputs are bitwise the same alone and in any batch, and right, with few and with many inputs."""
+    for out_features, in_features in ((192, 256), (40, 3072)):
+        world = LinearWorld(run, out_features, in_features, batch_invariant=True)
+        weight = world.weight()
+        packed = world.pack(weight)
+        x = world.inputs(33)
+        alone = torch.cat([world.applied(x[i : i + 1].clone(), packed, world.out_features) for i in range(33)])
+        world.compare(alone, x, weight, "each token by itself")
+        for start, stop in ((0, 2), (0, 8), (3, 20), (32, 33), (0, 33)):
+            together = world.applied(x[start:stop].clone(), packed, world.out_features)
+            if not torch.equal(together, alone[start:stop]):
+                raise Failed(f"{stop - start} tokens together have other bits than each by itself")

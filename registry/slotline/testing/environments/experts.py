@@ -74,10 +74,18 @@ class ExpertsWorld:
         run: with the cases `scheme` and `dtype`.
         activation: by default the first declared one.
         interleaved, bias: form of the mixture.
+        batch_invariant: True if a token's outputs must be bitwise the same in any batch.
     """
 
     def __init__(
-        self, run: Run, *, activation: str = "", interleaved: bool = False, bias: bool = False, experts: int = 5
+        self,
+        run: Run,
+        *,
+        activation: str = "",
+        interleaved: bool = False,
+        bias: bool = False,
+        experts: int = 5,
+        batch_invariant: bool = False,
     ) -> None:
         self.run, self.scheme = run, schemes_of(run.subject)[run["scheme"]]
         self.dtype: torch.dtype = getattr(torch, run["dtype"])
@@ -100,6 +108,7 @@ class ExpertsWorld:
             dtype=run["dtype"],
             device=self.device,
             max_tokens=MAX_TOKENS,
+            batch_invariant=batch_invariant,
         )
         self.bias = bias
         self.plugin: Experts = run.subject.build(self.context)

@@ -82,9 +82,19 @@ class LinearWorld:
     Args:
         run: with the cases `scheme` and `dtype`.
         out_features, in_features: sizes that are wished for. The next declared ones are taken.
+        ragged: True if groups need not divide the inputs.
+        batch_invariant: True if a token's outputs must be bitwise the same in any batch.
     """
 
-    def __init__(self, run: Run, out_features: int = 192, in_features: int = 256, *, ragged: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        out_features: int = 192,
+        in_features: int = 256,
+        *,
+        ragged: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
         self.run, self.scheme = run, schemes_of(run.subject)[run["scheme"]]
         self.dtype: torch.dtype = getattr(torch, run["dtype"])
         self.device = run.subject.device.type
@@ -101,7 +111,7 @@ class LinearWorld:
             dtype=run["dtype"],
             device=self.device,
             max_tokens=MAX_TOKENS,
-            batch_invariant=bool(offer.batch_invariant.support),
+            batch_invariant=batch_invariant,
         )
         self.linear: Linear = run.subject.build(self.context)
 

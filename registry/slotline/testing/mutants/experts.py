@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from slotline.registry.capability import Flag
 from slotline.registry.contracts import QuantizedWeight
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
@@ -142,6 +143,12 @@ class KeepsLast(FloatExperts):
         return super().apply(x, self.last, topk_ids, topk_weights)
 
 
+class Variant(FloatExperts):
+    def apply(self, x: Tensor, packed: Packed, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        out = super().apply(x, packed, topk_ids, topk_weights)
+        return out if len(x) == 1 else out * torch.tensor(1 + 2 * torch.finfo(x.dtype).eps, dtype=x.dtype)
+
+
 class Tires(FloatExperts):
     calls = 0
 
@@ -151,9 +158,13 @@ class Tires(FloatExperts):
         return out if self.calls <= 40 else out * 1.5
 
 
-def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
+def _mutant(name: str, summary: str, level: Level, factory: Any, **offer: Any) -> Mutant:
     changed = attrs.evolve(
-        reference.descriptor, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory
+        reference.descriptor,
+        name=f"mutant_{name.replace('-', '_')}",
+        summary=summary,
+        factory=factory,
+        capabilities=attrs.evolve(reference.descriptor.capabilities, **offer),
     )
     return Mutant(name, summary, level, changed)
 
@@ -177,6 +188,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("loses-tokens", "loses tokens from the 25th of 30 to 35", Level.HOSTILE, LosesTokens),
     _mutant("whole-batch", "a token of NaN reaches others of its expert", Level.HOSTILE, WholeBatch),
     _mutant("keeps-last", "computes with the layer packed last", Level.HOSTILE, KeepsLast),
+    _mutant("variant", "is declared invariant and is not", Level.HOSTILE, Variant, batch_invariant=Flag(True)),
     _mutant("tires", "gives another result after 40 calls", Level.STATEFUL, Tires),
 )
 

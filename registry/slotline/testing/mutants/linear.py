@@ -213,6 +213,13 @@ class Variant(FloatWeights):
         return out if len(x) == 1 else out * torch.tensor(1 + 2 * torch.finfo(x.dtype).eps, dtype=x.dtype)
 
 
+class RoughWhereInvariant(FloatWeights):
+    def apply(self, x: torch.Tensor, packed: Packed, out_features: int) -> torch.Tensor:
+        rows = [super(RoughWhereInvariant, self).apply(row, packed, out_features) for row in x.split(1)]
+        out = torch.cat(rows)
+        return (out.to(torch.float8_e5m2) if self.context.batch_invariant else out).to(x.dtype)
+
+
 class Tires(FloatWeights):
     calls = 0
 
@@ -262,6 +269,13 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("outputs-of-context", "has no more outputs than the context", Level.HOSTILE, OutputsOfContext),
     _mutant("rows-of-context", "takes a shard's scales in another order", Level.HOSTILE, RowsOfContext),
     _mutant("variant", "is declared invariant and is not", Level.HOSTILE, Variant, batch_invariant=Flag(True)),
+    _mutant(
+        "rough-where-invariant",
+        "is wrong where the plan relies on its invariance",
+        Level.HOSTILE,
+        RoughWhereInvariant,
+        batch_invariant=Flag(True),
+    ),
     _mutant("tires", "gives another result after 40 calls", Level.STATEFUL, Tires),
 )
 
