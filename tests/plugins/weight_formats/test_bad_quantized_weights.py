@@ -127,6 +127,51 @@ def test_wrong_tensors_are_refused_with_name_and_numbers(case: str, plain: Path,
     assert refused.value.fix
 
 
+SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB", "weight.absmax")
+
+
+@pytest.mark.parametrize("form", forms.FORMS)
+def test_a_missing_scale_is_refused_in_every_form(form: str, plain: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quantized"
+    forms.write(forms.FORMS[form], plain, path, tmp_path / "meant")
+    tensors = load_file(path / "model.safetensors")
+    (scale,) = (name for name in tensors if name.removeprefix(f"{Q}.") in SCALES)
+    tensors.pop(scale)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError) as refused:
+        engine(path)
+    assert scale in refused.value.message or f"{Q}.weight" in refused.value.message
+    assert refused.value.fix
+
+
+def test_a_missing_scale_of_experts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "quantized"
+    forms.gpt_oss(forms.two_layers(tmp_path / "plain", "gpt_oss"), path, tmp_path / "meant")
+    tensors = load_file(path / "model.safetensors")
+    scales = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors.pop(scales)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"without the tensor {scales}") as refused:
+        engine(path)
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+def test_a_quantized_tensor_in_an_unquantized_model_is_refused(
+    dtype: torch.dtype, named: str, plain: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    tensors = load_file(plain / "model.safetensors")
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"].to(dtype)
+    forms.save(path, tensors, json.loads((plain / "config.json").read_text()))
+    with pytest.raises(ModelError, match=rf"holds quantized weights \({named}\).*: {Q}\.weight") as refused:
+        engine(path)
+    assert refused.value.fix
+
+
 CONFIGURATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "an unknown method": (
         W8,

@@ -75,3 +75,12 @@ def test_a_file_that_was_cut_is_refused(keep: float, plain: Path, tmp_path: Path
         engine(file)
     assert "it may have been cut" in str(refused.value.fix)
     assert not [*(own_cache / "unpacked").iterdir()]
+
+
+def test_the_first_tensor_that_a_cut_file_lacks_is_named_with_the_numbers(plain: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    gguf_files.write(plain, file, tmp_path / "meant", "Q8_0")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1000])
+    with pytest.raises(ModelError, match=rf"tensor \S+ ends at byte \d+, and the file has {len(content) - 1000}"):
+        engine(file)

@@ -41,7 +41,7 @@ def unpack(path: Path, folder: Path) -> None:
             read_field,
         )
 
-        reader = GGUFReader(str(path))
+        reader = _whole(GGUFReader)(str(path))
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -58,6 +58,25 @@ def unpack(path: Path, folder: Path) -> None:
         said["rope_parameters"] = _llama3(path, said, torch.tensor(np.array(factors.data)).float())
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(said))
+
+
+def _whole(reader: Any) -> Any:
+    """Return the library's reader with a check that the file holds every tensor that it lists."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    class Whole(reader):  # type: ignore[misc]
+        def _build_tensors(self, start: int, fields: list[Any]) -> None:
+            for field in fields:
+                _, name, _, dims, kind, offset = field.parts
+                count, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+                end = start + int(offset[0]) + int(np.prod(dims)) * size // count
+                if end > len(self.data):
+                    raise ValueError(
+                        f"tensor {bytes(name).decode()} ends at byte {end}, and the file has {len(self.data)}"
+                    )
+            super()._build_tensors(start, fields)
+
+    return Whole
 
 
 def _tensors(
