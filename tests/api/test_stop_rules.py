@@ -228,12 +228,15 @@ def test_settled_text_is_always_a_prefix_of_what_comes_out(
             break
         shown.append(detokenizer.settled)
     detokenizer.finish()
-    first = min((text.index(s) for s in stop if s in text), default=len(text))
     if not any(s in text for s in stop):
         assert detokenizer.text == text
-    else:
+    else:  # the first to be complete; of those that one token completes, the first to begin
         assert found in stop
-        assert detokenizer.text == text[:first]
+        start = len(detokenizer.text)
+        assert detokenizer.text == text[:start]
+        assert text.startswith(found, start)
+        places = [(text.index(s), text.index(s) + len(s)) for s in stop if s in text]
+        assert not any(begin < start and end <= start + len(found) for begin, end in places)
     for before, after in zip(shown, [*shown[1:], detokenizer.text], strict=True):
         assert after.startswith(before)
 
