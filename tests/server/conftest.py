@@ -19,6 +19,12 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
+def embedding_server() -> Iterator[RunningServer]:
+    with running_server(task="embed") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def llm() -> LLM:
     """The same model, offline."""
     return LLM(**SETTINGS)

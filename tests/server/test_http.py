@@ -222,8 +222,8 @@ def test_the_model_has_the_names_it_was_given(guarded: RunningServer) -> None:
     assert asked(guarded, "/v1/completions", json={**GOOD, "model": "two"}).json()["model"] == "two"
 
 
-def test_embeddings_scores_and_ranks(server: RunningServer) -> None:
-    with running_server(task="embed") as running, httpx.Client(base_url=running.url, timeout=60) as client:
+def test_embeddings_scores_and_ranks(embedding_server: RunningServer) -> None:
+    with httpx.Client(base_url=embedding_server.url, timeout=60) as client:
         one = client.post("/v1/embeddings", json={"input": "def main("}).json()
         many = client.post("/v1/embeddings", json={"input": ["def main(", "x = 1"], "encoding_format": "base64"}).json()
         import base64
@@ -241,7 +241,7 @@ def test_embeddings_scores_and_ranks(server: RunningServer) -> None:
         refused = client.post("/v1/completions", json=GOOD)
         assert refused.status_code == 400
         assert "embed" in refused.json()["error"]["message"]
-        running.everything_returned()
+        embedding_server.everything_returned()
 
 
 def test_an_engine_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

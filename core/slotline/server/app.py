@@ -21,10 +21,11 @@ from slotline.server.chat import create_chat_completion
 from slotline.server.completions import create_completion
 from slotline.server.errors import HttpError, status_text
 from slotline.server.health import health, metrics, plan, ready, version
-from slotline.server.http import error_response
+from slotline.server.http import error_response, json_response
 from slotline.server.keys import Keys
 from slotline.server.messages import create_message
 from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
+from slotline.server.openapi import Access, document
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
 from slotline.server.state import ServerState
 from slotline.server.tokens import detokenize, tokenize
@@ -36,6 +37,7 @@ _LONGEST_ID = 128
 
 def build_app(state: ServerState, keys: Keys) -> Starlette:
     """Build the application of a server."""
+    described: list[Access] = []
 
     def route(
         path: str,
@@ -56,12 +58,18 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
             state.metrics.answered(path, response.status_code)
             return response
 
+        described.append(Access(path, method, open_to_all=open_to_all, admin=admin, anthropic=anthropic))
         return Route(path, endpoint, methods=[method])
+
+    async def openapi(state: ServerState, _request: Request) -> Response:
+        keyed = bool(keys.users)
+        return json_response(document(described, keys=keyed, root=state.config.root_path))
 
     routes = [
         route("/health", health, "GET", open_to_all=True),
         route("/ready", ready, "GET", open_to_all=True),
         route("/version", version, "GET", open_to_all=True),
+        route("/openapi.json", openapi, "GET", open_to_all=True),
         route("/metrics", metrics, "GET"),
         route("/v1/plan", plan, "GET"),
         route("/v1/models", list_models, "GET"),
@@ -78,6 +86,10 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/load_lora_adapter", load_adapter, admin=True),
         route("/v1/unload_lora_adapter", unload_adapter, admin=True),
     ]
+    return Starlette(routes=routes, middleware=_middleware(state), exception_handlers={HTTPException: _no_route})
+
+
+def _middleware(state: ServerState) -> list[Middleware]:
     middleware = [Middleware(Requests, log=state.config.access_log)]
     if state.config.cors_origins:
         middleware.append(
@@ -89,7 +101,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
                 expose_headers=["x-request-id"],
             )
         )
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
+    return middleware
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

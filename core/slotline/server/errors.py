@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from http import HTTPStatus
-from typing import Any
+from typing import TypedDict
 
 from attrs import define
 from msgspec import DecodeError, ValidationError
@@ -15,6 +15,35 @@ from slotline.registry.errors import CapacityError, EngineFailedError, RequestEr
 logger = logging.getLogger("slotline.server")
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+
+
+class ErrorDetails(TypedDict):
+    """What an error in OpenAI's form says: a text for people, the field at fault, a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """An error in OpenAI's form."""
+
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(TypedDict):
+    """What an error in Anthropic's form says."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    """An error in Anthropic's form."""
+
+    type: str
+    error: AnthropicErrorDetails
 
 
 @define
@@ -37,11 +66,11 @@ class HttpError(Exception):
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
-    def openai(self) -> dict[str, Any]:
+    def openai(self) -> ErrorBody:
         """Return the body in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic(self) -> AnthropicErrorBody:
         """Return the body in Anthropic's form."""
         kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as version_of
+from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,18 @@ from slotline.server.metrics import CONTENT_TYPE
 from slotline.server.state import ServerState
 
 
+class Health(TypedDict):
+    """State of the server."""
+
+    status: str
+
+
+class Version(TypedDict):
+    """Version of slotline."""
+
+    version: str
+
+
 async def health(state: ServerState, _request: Request) -> Response:
     """Answer with status 200 while the engine works.
 
@@ -21,7 +34,7 @@ async def health(state: ServerState, _request: Request) -> Response:
     """
     if (error := state.llm.error) is not None:
         raise error
-    return json_response({"status": "ok"})
+    return json_response(Health(status="ok"))
 
 
 async def ready(state: ServerState, request: Request) -> Response:
@@ -38,7 +51,7 @@ async def ready(state: ServerState, request: Request) -> Response:
 
 async def version(_state: ServerState, _request: Request) -> Response:
     """Answer with slotline's version."""
-    return json_response({"version": version_of("slotline")})
+    return json_response(Version(version=version_of("slotline")))
 
 
 async def metrics(state: ServerState, _request: Request) -> Response:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,9 +26,36 @@ class UnloadAdapterFields(Fields):
     lora_name: str
 
 
+class ModelCard(Struct, kw_only=True):
+    """A model, or an adapter with the model that it changes as its parent."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "slotline"
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    """The names that requests may give as their model."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class DeletedModel(Struct, kw_only=True):
+    """An adapter that was unloaded."""
+
+    id: str
+    object: str = "model"
+    deleted: bool = True
+
+
 async def list_models(state: ServerState, _request: Request) -> Response:
     """Answer with the names that requests may give as their model."""
-    return json_response({"object": "list", "data": [_card(state, name) for name in (*state.names, *state.adapters)]})
+    return json_response(ModelList(data=[_card(state, name) for name in (*state.names, *state.adapters)]))
 
 
 async def show_model(state: ServerState, request: Request) -> Response:
@@ -68,17 +94,14 @@ async def unload_adapter(state: ServerState, request: Request) -> Response:
         raise HttpError(404, f"there is no adapter {fields.lora_name!r}", param="lora_name", code="model_not_found")
     await state.llm.remove_lora(state.adapters[fields.lora_name])
     del state.adapters[fields.lora_name]
-    return json_response({"id": fields.lora_name, "object": "model", "deleted": True})
+    return json_response(DeletedModel(id=fields.lora_name))
 
 
-def _card(state: ServerState, name: str) -> dict[str, Any]:
-    adapter = name in state.adapters
-    return {
-        "id": name,
-        "object": "model",
-        "created": state.started,
-        "owned_by": "slotline",
-        "root": state.names[0],
-        "parent": state.names[0] if adapter else None,
-        "max_model_len": state.llm.engine.limits.max_model_len,
-    }
+def _card(state: ServerState, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=state.started,
+        root=state.names[0],
+        parent=state.names[0] if name in state.adapters else None,
+        max_model_len=state.llm.engine.limits.max_model_len,
+    )

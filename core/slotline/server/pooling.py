@@ -3,67 +3,36 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from msgspec import Struct
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
 from slotline.registry.contracts import PoolingParams
 from slotline.server.errors import HttpError
-from slotline.server.fields import Fields, Prompts, as_prompts
+from slotline.server.fields import as_prompts
 from slotline.server.http import gather_or_cancel, json_response
+from slotline.server.pooling_fields import (
+    Classification,
+    Classified,
+    ClassifyFields,
+    Document,
+    Embedding,
+    EmbeddingFields,
+    Embeddings,
+    PoolingFields,
+    PoolingUsage,
+    Ranked,
+    Ranking,
+    RerankFields,
+    Score,
+    ScoreFields,
+    Scores,
+)
 from slotline.server.state import ServerState, new_id
-
-
-class PoolingFields(Fields, kw_only=True):
-    """What requests of these endpoints share."""
-
-    model: str | None = None
-    user: str | None = None
-    priority: int | None = None
-
-
-class EmbeddingFields(PoolingFields):
-    """The body of `/v1/embeddings`."""
-
-    input: Prompts
-    dimensions: int | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    normalize: bool | None = None
-
-
-class ClassifyFields(PoolingFields):
-    """The body of `/v1/classify`."""
-
-    input: Prompts
-    use_activation: bool | None = None
-
-
-class ScoreFields(PoolingFields):
-    """The body of `/v1/score`: one text against one or many, or pairs."""
-
-    text_1: str | list[str]
-    text_2: str | list[str]
-
-
-class RerankFields(PoolingFields):
-    """The body of `/v1/rerank`."""
-
-    query: str
-    documents: list[str]
-    top_n: int | None = None
-    return_documents: bool | None = None
-
-
-class Embedding(Struct, kw_only=True):
-    """The embedding of an input."""
-
-    object: str = "embedding"
-    index: int
-    embedding: list[float] | str
 
 
 async def create_embedding(state: ServerState, request: Request) -> Response:
@@ -80,7 +49,7 @@ async def create_embedding(state: ServerState, request: Request) -> Response:
         Embedding(index=index, embedding=_base64(one) if as_text else one.tolist())
         for index, one in enumerate(_vectors(outputs))
     ]
-    return json_response({"object": "list", "data": data, "model": name, "usage": _usage(outputs)})
+    return json_response(Embeddings(data=data, model=name, usage=_usage(outputs)))
 
 
 async def create_classification(state: ServerState, request: Request) -> Response:
@@ -97,9 +66,8 @@ async def create_classification(state: ServerState, request: Request) -> Respons
     for index, vector in enumerate(_vectors(outputs)):
         best = int(vector.argmax())
         label = labels.get(best, str(best))
-        data.append({"index": index, "label": label, "probs": vector.tolist(), "num_classes": len(vector)})
-    answer = {"id": new_id("classify"), "object": "list", "model": name, "data": data, "usage": _usage(outputs)}
-    return json_response(answer)
+        data.append(Classified(index=index, label=label, probs=vector.tolist(), num_classes=len(vector)))
+    return json_response(Classification(id=new_id("classify"), model=name, data=data, usage=_usage(outputs)))
 
 
 async def create_score(state: ServerState, request: Request) -> Response:
@@ -116,8 +84,8 @@ async def create_score(state: ServerState, request: Request) -> Response:
     if len(first) != len(second) or not first:
         raise HttpError(400, f"{len(first)} texts against {len(second)}", param="text_1", code="invalid_value")
     name, scores, usage = await _scores(state, request, fields, first, second)
-    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return json_response({"id": new_id("score"), "object": "list", "model": name, "data": data, "usage": usage})
+    data = [Score(index=index, score=score) for index, score in enumerate(scores)]
+    return json_response(Scores(id=new_id("score"), model=name, data=data, usage=usage))
 
 
 async def create_rerank(state: ServerState, request: Request) -> Response:
@@ -134,15 +102,17 @@ async def create_rerank(state: ServerState, request: Request) -> Response:
     queries = [fields.query] * len(fields.documents)
     name, scores, usage = await _scores(state, request, fields, queries, fields.documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n]
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in order]
-    if fields.return_documents is not False:
-        results = [{**one, "document": {"text": fields.documents[one["index"]]}} for one in results]
-    return json_response({"id": new_id("rerank"), "model": name, "results": results, "usage": usage})
+    shown = fields.return_documents is not False
+    results = [
+        Ranked(index=one, relevance_score=scores[one], document=Document(fields.documents[one]) if shown else UNSET)
+        for one in order
+    ]
+    return json_response(Ranking(id=new_id("rerank"), model=name, results=results, usage=usage))
 
 
 async def _scores(
     state: ServerState, request: Request, fields: PoolingFields, first: list[str], second: list[str]
-) -> tuple[str, list[float], dict[str, int]]:
+) -> tuple[str, list[float], PoolingUsage]:
     """Return the model's name, the cosine of each pair, and the counts of tokens. Equal texts are computed once."""
     texts = list(dict.fromkeys([*first, *second]))
     params = PoolingParams(task="embed")
@@ -179,9 +149,9 @@ def _vectors(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[torch.T
     return [output.outputs.data for output in outputs if output.outputs is not None]
 
 
-def _usage(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> dict[str, int]:
+def _usage(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> PoolingUsage:
     count = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": count, "total_tokens": count}
+    return PoolingUsage(count, count)
 
 
 def _base64(vector: torch.Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,6 +38,21 @@ class DetokenizeFields(Fields):
     model: str | None = None
 
 
+class Tokenized(Struct):
+    """The tokens of a text or of a conversation."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
 async def tokenize(state: ServerState, request: Request) -> Response:
     """Answer with the tokens of a text or of a conversation.
 
@@ -61,13 +77,9 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     else:
         encode = tokenizer.encode_word if fields.add_special_tokens is False else tokenizer.encode
         token_ids = await asyncio.to_thread(encode, fields.prompt or "")
-    answer: dict[str, Any] = {
-        "count": len(token_ids),
-        "max_model_len": state.llm.engine.limits.max_model_len,
-        "tokens": list(token_ids),
-    }
+    answer = Tokenized(len(token_ids), state.llm.engine.limits.max_model_len, list(token_ids))
     if fields.return_token_strs:
-        answer["token_strs"] = tokenizer.transformers.convert_ids_to_tokens(list(token_ids))
+        answer.token_strs = tokenizer.transformers.convert_ids_to_tokens(list(token_ids))
     return json_response(answer)
 
 
@@ -82,4 +94,4 @@ async def detokenize(state: ServerState, request: Request) -> Response:
     size = state.llm.engine.limits.vocab_size
     if wrong := [token for token in fields.tokens if not 0 <= token < size]:
         raise HttpError(400, f"token {wrong[0]} is none of the {size:,} of the vocabulary", param="tokens")
-    return json_response({"prompt": await asyncio.to_thread(state.llm.tokenizer.decode, fields.tokens)})
+    return json_response(Detokenized(await asyncio.to_thread(state.llm.tokenizer.decode, fields.tokens)))
