@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slotline.server.chat import create_chat_completion
 from slotline.server.completions import create_completion
-from slotline.server.errors import HttpError, status_text
+from slotline.server.errors import HttpError, as_http_error, status_text
 from slotline.server.health import health, metrics, plan, ready, version
 from slotline.server.http import error_response, json_response
 from slotline.server.keys import Keys
@@ -27,6 +28,7 @@ from slotline.server.messages import create_message
 from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
 from slotline.server.openapi import Access, document
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
+from slotline.server.request_record import RequestRecord, begin_record, current_record
 from slotline.server.state import ServerState
 from slotline.server.tokens import detokenize, tokenize
 
@@ -49,12 +51,16 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         anthropic: bool = False,
     ) -> Route:
         async def endpoint(request: Request) -> Response:
+            record = current_record()
+            record.route = path
             try:
                 if not open_to_all:
                     keys.check(request, admin=admin)
                 response = await handler(state, request)
             except Exception as error:
-                response = error_response(error, anthropic=anthropic)
+                known = as_http_error(error)
+                record.error = known.code
+                response = error_response(known, anthropic=anthropic)
             state.metrics.answered(path, response.status_code)
             return response
 
@@ -90,7 +96,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
 
 
 def _middleware(state: ServerState) -> list[Middleware]:
-    middleware = [Middleware(Requests, log=state.config.access_log)]
+    middleware = [Middleware(Requests, state=state)]
     if state.config.cors_origins:
         middleware.append(
             Middleware(
@@ -115,11 +121,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 class Requests:
-    """Middleware that gives each answer the request's id, and logs a line of JSON. Texts are never in it."""
+    """Middleware that gives each answer the request's id, and logs a line of JSON.
 
-    def __init__(self, app: ASGIApp, *, log: bool) -> None:
+    The prompts' texts are in it only if the configuration asks for them. The outputs' texts are never.
+    """
+
+    def __init__(self, app: ASGIApp, *, state: ServerState) -> None:
         self._app = app
-        self._log = log
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -129,6 +138,8 @@ class Requests:
         given = dict(scope["headers"]).get(b"x-request-id", b"")[:_LONGEST_ID]
         request_id = given if given.isascii() and given.decode("ascii", "replace").isprintable() else b""
         request_id = request_id or uuid4().hex.encode()
+        config = self._state.config
+        record = begin_record(config.log_prompts_limit if config.access_log and config.log_prompts else None)
         start, status = time.monotonic(), 499
 
         async def send_with_id(message: Message) -> None:
@@ -141,13 +152,13 @@ class Requests:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if self._log:
-                _log(scope, request_id, status, time.monotonic() - start)
+            if config.access_log:
+                _log(scope, record, request_id, status, time.monotonic() - start)
 
 
-def _log(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
+def _log(scope: Scope, record: RequestRecord, request_id: bytes, status: int, seconds: float) -> None:
     client = scope.get("client")
-    line = {
+    line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "method": scope["method"],
         "path": scope["path"],
@@ -156,4 +167,6 @@ def _log(scope: Scope, request_id: bytes, status: int, seconds: float) -> None:
         "request_id": request_id.decode(),
         "client": client[0] if client else None,
     }
+    if record.prompts:
+        line |= {"prompts": record.prompts, "prompts_cut": record.cut}
     access.info(msgspec.json.encode(line).decode())

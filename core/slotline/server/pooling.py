@@ -32,6 +32,7 @@ from slotline.server.pooling_fields import (
     ScoreFields,
     Scores,
 )
+from slotline.server.request_record import current_record
 from slotline.server.state import ServerState, new_id
 
 
@@ -135,7 +136,10 @@ async def _pooled(
 
     async def one(prompt: dict[str, Any]) -> PoolingRequestOutput[PoolingOutput]:
         prompt["priority"] = fields.priority or 0
+        record = current_record()
+        record.begin(prompt, state.llm.engine.tokenizer)
         (output,) = [output async for output in state.llm.encode(prompt, params, lora_request=adapter)]
+        record.end(output)
         return output
 
     outputs = await state.answer(request, gather_or_cancel([one(prompt) for prompt in prompts]))

@@ -24,6 +24,7 @@ from slotline.registry.lora_request import AdapterChoice
 from slotline.server.errors import HttpError
 from slotline.server.http import decode, read_body, until_disconnect
 from slotline.server.metrics import Metrics
+from slotline.server.request_record import current_record
 
 T = TypeVar("T")
 SMALL = "slotline-small"
@@ -92,20 +93,25 @@ class ServerState:
         Raises:
             HttpError: with status 404 if there is no such model.
         """
-        if not name or name in self.names:
-            return name or self.names[0], None
-        if name in self.adapters:
-            return name, name
-        known = ", ".join([*self.names, *self.adapters])
-        raise HttpError(
-            404, f"the model {name!r} does not exist; this server has {known}", param="model", code="model_not_found"
-        )
+        name = name or self.names[0]
+        if name not in self.names and name not in self.adapters:
+            known = ", ".join([*self.names, *self.adapters])
+            raise HttpError(
+                404,
+                f"the model {name!r} does not exist; this server has {known}",
+                param="model",
+                code="model_not_found",
+            )
+        current_record().model = name
+        return name, None if name in self.names else name
 
     async def generate(
         self, prompt: dict[str, Any], params: SamplingParams, adapter: AdapterChoice, kind: OutputKind
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs of a prompt, and count its end."""
         counts: dict[int, int] = {}
+        record = current_record()
+        record.begin(prompt, self.llm.engine.tokenizer, params, stream=kind == "delta")
         outputs = self.llm.generate(prompt, params, lora_request=adapter, output_kind=kind)
         async with aclosing(outputs):
             async for output in outputs:
@@ -113,8 +119,10 @@ class ServerState:
                     counts[one.index] = counts.get(one.index, 0) + len(one.token_ids)
                     if one.finish_reason is not None:
                         self.metrics.ended(one.finish_reason)
+                        record.finish_reasons.append(one.finish_reason)
                 if output.finished:
                     self.metrics.count(output, counts)
+                    record.end(output, sum(counts.values()))
                 yield output
 
     async def answer(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

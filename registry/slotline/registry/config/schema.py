@@ -433,7 +433,10 @@ class ServerConfig:
         default=30.0, validator=at_least(0), metadata=_doc("seconds that requests have to finish after SIGTERM")
     )
     access_log: bool = field(default=True, metadata=_doc("log a line of JSON for each request, without its texts"))
-    log_prompts: bool = field(default=False, metadata=_doc("log the texts of requests as well"))
+    log_prompts: bool = field(default=False, metadata=_doc("put the texts of prompts into the access log"))
+    log_prompts_limit: int = field(
+        default=1000, validator=positive, metadata=_doc("characters of a request's prompts in the log; the rest is cut")
+    )
     trusted_proxies: tuple[str, ...] = field(
         default=(), metadata=_doc("addresses of proxies whose X-Forwarded headers are believed")
     )
