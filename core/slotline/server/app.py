@@ -121,7 +121,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 class Requests:
-    """Middleware that gives each answer the request's id, and logs a line of JSON.
+    """Middleware that gives each answer the request's id, logs a line of JSON and traces it.
 
     The prompts' texts are in it only if the configuration asks for them. The outputs' texts are never.
     """
@@ -139,32 +139,35 @@ class Requests:
         request_id = given if given.isascii() and given.decode("ascii", "replace").isprintable() else b""
         request_id = request_id or uuid4().hex.encode()
         config = self._state.config
-        record = begin_record(config.log_prompts_limit if config.access_log and config.log_prompts else None)
-        start, status = time.monotonic(), 499
+        logged = config.access_log and config.log_prompts
+        record = begin_record(request_id.decode(), config.log_prompts_limit if logged else None)
+        start = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            record.seconds = time.monotonic() - start
             if config.access_log:
-                _log(scope, record, request_id, status, time.monotonic() - start)
+                _log(scope, record)
+            if self._state.tracing is not None:
+                self._state.tracing.trace(scope, record)
 
 
-def _log(scope: Scope, record: RequestRecord, request_id: bytes, status: int, seconds: float) -> None:
+def _log(scope: Scope, record: RequestRecord) -> None:
     client = scope.get("client")
     line: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "method": scope["method"],
         "path": scope["path"],
-        "status": status,
-        "seconds": round(seconds, 6),
-        "request_id": request_id.decode(),
+        "status": record.status,
+        "seconds": round(record.seconds, 6),
+        "request_id": record.request_id,
         "client": client[0] if client else None,
     }
     if record.prompts:

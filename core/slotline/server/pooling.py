@@ -137,8 +137,8 @@ async def _pooled(
     async def one(prompt: dict[str, Any]) -> PoolingRequestOutput[PoolingOutput]:
         prompt["priority"] = fields.priority or 0
         record = current_record()
-        record.begin(prompt, state.llm.engine.tokenizer)
-        (output,) = [output async for output in state.llm.encode(prompt, params, lora_request=adapter)]
+        with record.prompt(prompt, state.llm.engine.tokenizer):
+            (output,) = [output async for output in state.llm.encode(prompt, params, lora_request=adapter)]
         record.end(output)
         return output
 

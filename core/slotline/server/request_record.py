@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,6 +19,9 @@ class RequestRecord:
     """Notes on a request of HTTP, which may hold several prompts.
 
     Attributes:
+        request_id: from the client, or made up.
+        status: of its answer, 499 until that begins.
+        seconds: to the end of its answer.
         route: path of its endpoint, None if there is none.
         model: name of the model in its answer.
         params: its parameters, None until it generates.
@@ -28,11 +31,14 @@ class RequestRecord:
         cut: whether a prompt had more.
         unfinished: number of prompts whose outputs are not complete.
         prompt_tokens, cached_tokens, output_tokens: over all finished prompts.
-        finish_reasons: of the outputs, in the order of their ends.
+        finish_reasons: those of the outputs, in the order of their ends.
         first_token: seconds to the first token of the first prompt that had one.
-        error: its code, None if nothing failed.
+        error: the code of its answer or the kind of its exception, None if nothing failed.
     """
 
+    request_id: str = ""
+    status: int = 499
+    seconds: float = 0.0
     route: str | None = None
     model: str | None = None
     params: SamplingParams | None = None
@@ -48,15 +54,16 @@ class RequestRecord:
     first_token: float | None = None
     error: str | None = None
 
-    def begin(
+    @contextmanager
+    def prompt(
         self,
         prompt: Mapping[str, Any],
         tokenizer: Tokenizer | None,
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
-    ) -> None:
-        """Note the begin of a prompt, and keep its text as far as there is room.
+    ) -> Iterator[None]:
+        """Note a prompt and what fails while it is answered. Keep its text as far as there is room.
 
         Args:
             prompt: for `AsyncLLM`, not checked yet.
@@ -67,6 +74,11 @@ class RequestRecord:
         self.params, self.stream = params, stream
         if self.characters is not None:
             self._keep(prompt, tokenizer, self.characters)
+        try:
+            yield
+        except Exception as error:
+            self.error = type(error).__name__
+            raise
 
     def _keep(self, prompt: Mapping[str, Any], tokenizer: Tokenizer | None, room: int) -> None:
         text, token_ids = prompt.get("prompt"), ()
@@ -106,13 +118,13 @@ def _decoded(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 _record: ContextVar[RequestRecord] = ContextVar("request_record")
 
 
-def begin_record(characters: int | None) -> RequestRecord:
+def begin_record(request_id: str, characters: int | None) -> RequestRecord:
     """Return a new record, which is the current one in this task and in those that it starts.
 
     Args:
         characters: those of its prompts to keep, None to keep no prompt.
     """
-    record = RequestRecord(characters=characters)
+    record = RequestRecord(request_id=request_id, characters=characters)
     _record.set(record)
     return record
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -21,6 +23,11 @@ from slotline.server.app import build_app
 from slotline.server.keys import Keys
 from slotline.server.metrics import Metrics
 from slotline.server.state import ServerState, model_names
+
+if TYPE_CHECKING:
+    from slotline.server.tracing import Tracing
+
+_COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 class Server(uvicorn.Server):
@@ -57,13 +64,18 @@ def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
         say: tells the person who started it where it listens, once it does.
 
     Raises:
-        SlotlineError: if the address is in use, the keys cannot be read, or the engine cannot be built.
+        SlotlineError: if the address is in use, the keys cannot be read, traces cannot be sent, or the engine cannot be
+            built.
     """
     keys = Keys.read(loaded.config.server)
-    with listening(loaded.config.server) as listener:  # before the weights are read, to report an address in use early
+    with (  # before the weights are read, to report an address in use early
+        listening(loaded.config.server) as listener,
+        traced(loaded.config.server) as tracing,
+    ):
         llm = AsyncLLM(loaded)
         try:
             state = build_state(llm)
+            state.tracing = tracing
             say(_announcement(state, listener, keys))
             Server(uvicorn_config(state, keys), state).run(sockets=[listener])
             return 0 if llm.error is None else 2
@@ -107,6 +119,34 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
         listener.close()
         if config.socket:
             Path(config.socket).unlink(missing_ok=True)
+
+
+@contextmanager
+def traced(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Tracing | None]:
+    """Trace requests if the configuration or an OTEL_ variable names a collector. The last spans are sent at the end.
+
+    Raises:
+        ConfigError: if the extra is missing, or traces cannot be sent there.
+    """
+    named = any(environ.get(name) for name in _COLLECTOR)
+    off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER") == "none"
+    if not config.otlp_endpoint and (off or not named):
+        yield None
+        return
+    try:
+        from slotline.server.tracing import open_tracing
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise ConfigError(
+            f"traces need {error.name}, which is not installed",
+            fix="pip install 'slotline[otel]', or leave out server.otlp_endpoint and OTEL_EXPORTER_OTLP_ENDPOINT",
+        ) from error
+    tracing = open_tracing(config.otlp_endpoint, environ)
+    try:
+        yield tracing
+    finally:
+        tracing.close()
 
 
 def _tcp(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from attrs import define, field
@@ -26,6 +26,9 @@ from slotline.server.http import decode, read_body, until_disconnect
 from slotline.server.metrics import Metrics
 from slotline.server.request_record import current_record
 
+if TYPE_CHECKING:
+    from slotline.server.tracing import Tracing
+
 T = TypeVar("T")
 SMALL = "slotline-small"
 """Name of the model that ships."""
@@ -41,6 +44,7 @@ class ServerState:
         started: seconds since the epoch.
         labels: names of a classifier's classes by number, empty for other models.
         max_body: bytes of the largest body.
+        tracing: makes the spans of requests, None if they are not traced.
         draining: whether new requests are refused, since the server ends.
     """
 
@@ -51,6 +55,7 @@ class ServerState:
     adapters: dict[str, int] = field(factory=dict)
     started: int = field(factory=lambda: int(time.time()))
     draining: bool = False
+    tracing: Tracing | None = None
     labels: dict[int, str] = field(init=False)
     max_body: int = field(init=False)
 
@@ -111,19 +116,19 @@ class ServerState:
         """Yield the outputs of a prompt, and count its end."""
         counts: dict[int, int] = {}
         record = current_record()
-        record.begin(prompt, self.llm.engine.tokenizer, params, stream=kind == "delta")
         outputs = self.llm.generate(prompt, params, lora_request=adapter, output_kind=kind)
-        async with aclosing(outputs):
-            async for output in outputs:
-                for one in output.outputs:
-                    counts[one.index] = counts.get(one.index, 0) + len(one.token_ids)
-                    if one.finish_reason is not None:
-                        self.metrics.ended(one.finish_reason)
-                        record.finish_reasons.append(one.finish_reason)
-                if output.finished:
-                    self.metrics.count(output, counts)
-                    record.end(output, sum(counts.values()))
-                yield output
+        with record.prompt(prompt, self.llm.engine.tokenizer, params, stream=kind == "delta"):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    for one in output.outputs:
+                        counts[one.index] = counts.get(one.index, 0) + len(one.token_ids)
+                        if one.finish_reason is not None:
+                            self.metrics.ended(one.finish_reason)
+                            record.finish_reasons.append(one.finish_reason)
+                    if output.finished:
+                        self.metrics.count(output, counts)
+                        record.end(output, sum(counts.values()))
+                    yield output
 
     async def answer(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         """Return what some work returns. It is cancelled if the client goes away.

@@ -437,6 +437,13 @@ class ServerConfig:
     log_prompts_limit: int = field(
         default=1000, validator=positive, metadata=_doc("characters of a request's prompts in the log; the rest is cut")
     )
+    otlp_endpoint: str = field(
+        default="",
+        metadata=_doc(
+            "URL of an OpenTelemetry collector that gets a trace of each request over HTTP, as "
+            "'http://127.0.0.1:4318'; empty for that of the variable OTEL_EXPORTER_OTLP_ENDPOINT, or none"
+        ),
+    )
     trusted_proxies: tuple[str, ...] = field(
         default=(), metadata=_doc("addresses of proxies whose X-Forwarded headers are believed")
     )
