@@ -179,7 +179,8 @@ def test_a_key_is_asked_for(guarded: RunningServer) -> None:
         assert asked(guarded, "/v1/completions", key, json=GOOD).status_code == 200
     assert asked(guarded, "/v1/models", None, headers={"x-api-key": "second"}).status_code == 200
     assert asked(guarded, "/health", None).status_code == 200
-    assert asked(guarded, "/metrics", None).status_code == 401
+    assert asked(guarded, "/metrics", None).status_code == asked(guarded, "/v1/engine", None).status_code == 401
+    assert asked(guarded, "/", None).status_code == 200
 
 
 def test_an_adapter_comes_and_goes_with_an_admins_key(guarded: RunningServer) -> None:
@@ -262,3 +263,4 @@ def test_an_engine_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {(one.status_code, one.json()["error"]["code"]) for one in answers} == {(503, "engine_failed")}
         assert client.get("/health").status_code == client.get("/ready").status_code == 503
         assert "Traceback" not in client.get("/health").text
+        assert client.get("/v1/engine").json()["status"] == "failed"

@@ -71,7 +71,9 @@ def test_bodies_are_described_with_their_fields(document: dict[str, Any]) -> Non
     assert {"prompt", "max_tokens", "response_format", "top_k"} < set(fields["properties"])
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/openapi.json", "/v1/plan", "/v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/openapi.json", "/v1/plan", "/v1/engine", "/v1/models", "/"]
+)
 def test_the_state_has_the_form_of_the_document(path: str, document: dict[str, Any], client: httpx.Client) -> None:
     answer = client.get(path)
     assert answer.status_code == 200

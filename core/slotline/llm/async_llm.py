@@ -105,6 +105,11 @@ class AsyncLLM:
         """Return the number of prompts whose outputs are not complete."""
         return self._deliveries.num_streams
 
+    @property
+    def num_generated(self) -> int:
+        """Return the number of tokens generated so far, for all requests."""
+        return self._deliveries.num_generated
+
     async def generate(
         self,
         prompt: Prompt,

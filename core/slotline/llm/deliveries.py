@@ -41,10 +41,12 @@ class Deliveries:
 
     Attributes:
         fatal: the error after which the engine takes no more requests. None while there was none.
+        num_generated: tokens of all steps so far.
     """
 
     def __init__(self) -> None:
         self.fatal: BaseException | None = None
+        self.num_generated = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._going: dict[Request, Delivery] = {}
         self._streams: set[OutputStream] = set()
@@ -64,6 +66,7 @@ class Deliveries:
 
     def hand_out(self, engine: Engine, result: StepResult) -> None:
         """Send the tokens of a step, and the ends of requests."""
+        self.num_generated += len(result.token_ids)
         updates: Updates = defaultdict(list)
         new: dict[Request, list[int]] = defaultdict(list)
         holders = engine.rows.requests

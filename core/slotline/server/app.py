@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slotline.server.chat import create_chat_completion
 from slotline.server.completions import create_completion
+from slotline.server.engine_view import show_engine
 from slotline.server.errors import HttpError, as_http_error, status_text
 from slotline.server.health import health, metrics, plan, ready, version
 from slotline.server.http import error_response, json_response
@@ -27,6 +28,7 @@ from slotline.server.keys import Keys
 from slotline.server.messages import create_message
 from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
 from slotline.server.openapi import Access, document
+from slotline.server.page import show_page
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
 from slotline.server.request_record import RequestRecord, begin_record, current_record
 from slotline.server.state import ServerState
@@ -78,6 +80,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/openapi.json", openapi, "GET", open_to_all=True),
         route("/metrics", metrics, "GET"),
         route("/v1/plan", plan, "GET"),
+        route("/v1/engine", show_engine, "GET"),
         route("/v1/models", list_models, "GET"),
         route("/v1/models/{name:path}", show_model, "GET"),
         route("/v1/completions", create_completion),
@@ -92,6 +95,8 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/load_lora_adapter", load_adapter, admin=True),
         route("/v1/unload_lora_adapter", unload_adapter, admin=True),
     ]
+    if state.config.page:
+        routes.append(route("/", show_page, "GET", open_to_all=True))
     return Starlette(routes=routes, middleware=_middleware(state), exception_handlers={HTTPException: _no_route})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from attrs import field, frozen
 
-from slotline.server import chat, completions, health, messages, models, tokens
+from slotline.server import chat, completions, engine_view, health, messages, models, tokens
 from slotline.server import pooling_fields as pooling
 from slotline.server.errors import AnthropicErrorBody, ErrorBody, status_text
 from slotline.server.metrics import CONTENT_TYPE
@@ -51,21 +51,25 @@ class Endpoint:
         body: type of the request's body, None if there is none.
         answer: type of the answer with status 200, None for text.
         event: type of an event of a stream, None if it has no streams.
+        text: content type of an answer that is text.
     """
 
     summary: str
     body: Any = None
     answer: Any = None
     event: Any = None
+    text: str = CONTENT_TYPE
 
 
 ENDPOINTS = {
+    "/": Endpoint("Show a page with a chat and a view of the engine.", text="text/html"),
     "/health": Endpoint("Say whether the engine works.", answer=health.Health),
     "/ready": Endpoint("Say whether new requests are taken.", answer=health.Health),
     "/version": Endpoint("Say slotline's version.", answer=health.Version),
     "/metrics": Endpoint("Show counts and times in the text format of Prometheus."),
     "/openapi.json": Endpoint("Show this document.", answer=Json),
     "/v1/plan": Endpoint("Show what runs, and why not the others.", answer=Json),
+    "/v1/engine": Endpoint("Show requests, blocks and tokens as they are now.", answer=engine_view.EngineView),
     "/v1/models": Endpoint("List the names that requests may give as their model.", answer=models.ModelList),
     "/v1/models/{name}": Endpoint("Show a model.", answer=models.ModelCard),
     "/v1/completions": Endpoint(
@@ -151,7 +155,7 @@ def _operation(route: Access, endpoint: Endpoint, references: dict[Any, Json], *
 def _answer(endpoint: Endpoint, references: dict[Any, Json]) -> Json:
     """Return the answer with status 200: JSON, a stream of events, or text."""
     if endpoint.answer is None:
-        content: Json = {CONTENT_TYPE: {"schema": {"type": "string"}}}
+        content: Json = {endpoint.text: {"schema": {"type": "string"}}}
     else:
         content = {_JSON: {"schema": references.get(endpoint.answer, {"type": "object"})}}
     if endpoint.event is not None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -46,6 +47,7 @@ class ServerState:
         max_body: bytes of the largest body.
         tracing: makes the spans of requests, None if they are not traced.
         draining: whether new requests are refused, since the server ends.
+        view, view_made: the last answer of `/v1/engine`, and the seconds of the clock when it was made.
     """
 
     llm: AsyncLLM
@@ -56,6 +58,8 @@ class ServerState:
     started: int = field(factory=lambda: int(time.time()))
     draining: bool = False
     tracing: Tracing | None = None
+    view: bytes = b""
+    view_made: float = -inf
     labels: dict[int, str] = field(init=False)
     max_body: int = field(init=False)
 

@@ -41,6 +41,10 @@ class BlockPool:
         """Return the number of blocks without references."""
         return len(self._free)
 
+    def findable(self) -> dict[int, tuple[int, BlockHash]]:
+        """Return the cache group and the hash of each block with cached contents. Any thread may call it."""
+        return self._hash_of.copy()
+
     def lookup(self, group: int, block_hash: BlockHash) -> int | None:
         """Return the block of a cache group that holds the prefix with this hash, or None."""
         return self._block_of.get((group, block_hash))
@@ -60,8 +64,7 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         if self._hash_of:
             for block in blocks:
-                key = self._forget(block)
-                if key is not None:
+                if (key := self._forget(block)) is not None:
                     for note in on_evict:
                         note(CacheBlock(*key, block))
         if count > FEW:
@@ -82,8 +85,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference of each block. The last block of a sequence is reused first."""
-        held = [block for block in reversed(blocks) if block != NULL_BLOCK]
-        if not held:
+        if not (held := [block for block in reversed(blocks) if block != NULL_BLOCK]):
             return
         np.subtract.at(self.ref_count, held, 1)
         left = self.ref_count[held]
@@ -139,10 +141,8 @@ class BlockPool:
     def check(self) -> None:
         """Raise IntegrityError unless counts, free list and hash index agree."""
         free = {int(b) for b in np.flatnonzero(self.ref_count == 0)} - {NULL_BLOCK}
-        if free != set(self._free):
-            raise IntegrityError(
-                f"free list and reference counts differ on blocks {sorted(free ^ set(self._free))[:8]}"
-            )
+        if wrong := sorted(free ^ set(self._free)):
+            raise IntegrityError(f"free list and reference counts differ on blocks {wrong[:8]}")
         if self.ref_count.min() < 0 or self.ref_count[NULL_BLOCK] != 0:
             raise IntegrityError("a reference count is negative or the null block is held")
         if {block: key for key, block in self._block_of.items()} != self._hash_of:
@@ -150,7 +150,6 @@ class BlockPool:
 
     def _forget(self, block: int) -> tuple[int, BlockHash] | None:
         """Remove the block from the hash index and return its key, or None."""
-        key = self._hash_of.pop(block, None)
-        if key is not None:
+        if (key := self._hash_of.pop(block, None)) is not None:
             del self._block_of[key]
         return key

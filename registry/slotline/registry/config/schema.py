@@ -422,6 +422,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = field(
         default=(), metadata=_doc("origins whose pages may call the server; '*' for all")
     )
+    page: bool = field(default=True, metadata=_doc("show the page of `GET /`, with a chat and a view of the engine"))
     max_body: str = field(default="16MiB", validator=size, metadata=_doc("largest body of a request"))
     max_unfinished: int = field(
         default=1024, validator=positive, metadata=_doc("prompts at a time, waiting ones included; more get status 429")
