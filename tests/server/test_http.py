@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 from running_server import RunningServer, running_server
 
 from slotline.server.keys import Keys
@@ -194,6 +197,36 @@ def test_an_adapter_comes_and_goes_with_an_admins_key(guarded: RunningServer) ->
     assert asked(guarded, "/v1/load_lora_adapter", "admin-key", json=wrong).status_code == 400
     assert asked(guarded, "/v1/unload_lora_adapter", "admin-key", json={"lora_name": "typed"}).json()["deleted"]
     assert asked(guarded, "/v1/completions", json={**GOOD, "model": "typed"}).status_code == 404
+
+
+def test_an_admin_profiles_the_steps(guarded: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile(what: str, key: str = "admin-key", content: bytes = b"") -> tuple[int, Any]:
+        answer = asked(guarded, f"/profile/{what}", key, content=content)
+        return answer.status_code, answer.json().get("error", {}).get("code") or answer.json()
+
+    assert profile("start", "user-key") == (401, "invalid_api_key")
+    assert profile("start") == (403, "no_profile_folder")
+    folder = tmp_path / "profiles"
+    monkeypatch.setattr(guarded.state, "config", evolve(guarded.state.config, profile_folder=str(folder)))
+    assert profile("stop") == (400, "no_profile")
+    assert profile("start", content=b'{"shapes": true}') == (400, "unknown_field")
+    for number in (1, 2):
+        status, said = profile("start", content=b'{"record_shapes": true}' if number == 2 else b"")
+        assert (status, said) == (200, {"status": "running", "folder": str(folder)})
+        assert profile("start") == (400, "profile_running")
+        assert asked(guarded, "/v1/completions", json=GOOD).status_code == 200
+        status, said = profile("stop")
+        assert status == 200
+        trace = json.loads(gzip.decompress(Path(said["path"]).read_bytes()))
+        events = {one["name"]: one.get("args", {}) for one in trace["traceEvents"] if one["ph"] == "X"}
+        assert {"slotline.schedule", "slotline.forward", "slotline.sample"} < set(events)
+        assert ("Input Dims" in events["aten::embedding"]) == (number == 2)
+        assert not guarded.state.llm.engine.profiler.enabled
+    assert len(list(folder.iterdir())) == 2
+    folder = tmp_path / "file"
+    folder.write_text("")
+    monkeypatch.setattr(guarded.state, "config", evolve(guarded.state.config, profile_folder=str(folder)))
+    assert profile("start") == (500, "profile_not_written")
 
 
 def test_a_body_above_the_limit_is_not_read(guarded: RunningServer) -> None:

@@ -30,6 +30,7 @@ from slotline.server.models import list_models, load_adapter, show_model, unload
 from slotline.server.openapi import Access, document
 from slotline.server.page import show_page
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
+from slotline.server.profile import start_profile, stop_profile
 from slotline.server.request_record import RequestRecord, begin_record, current_record
 from slotline.server.state import ServerState
 from slotline.server.tokens import detokenize, tokenize
@@ -94,6 +95,8 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/detokenize", detokenize),
         route("/v1/load_lora_adapter", load_adapter, admin=True),
         route("/v1/unload_lora_adapter", unload_adapter, admin=True),
+        route("/profile/start", start_profile, admin=True),
+        route("/profile/stop", stop_profile, admin=True),
     ]
     if state.config.page:
         routes.append(route("/", show_page, "GET", open_to_all=True))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from attrs import field, frozen
 
-from slotline.server import chat, completions, engine_view, health, messages, models, tokens
+from slotline.server import chat, completions, engine_view, health, messages, models, profile, tokens
 from slotline.server import pooling_fields as pooling
 from slotline.server.errors import AnthropicErrorBody, ErrorBody, status_text
 from slotline.server.metrics import CONTENT_TYPE
@@ -49,6 +49,7 @@ class Endpoint:
     Attributes:
         summary: what it does.
         body: type of the request's body, None if there is none.
+        body_required: whether an empty body is refused.
         answer: type of the answer with status 200, None for text.
         event: type of an event of a stream, None if it has no streams.
         text: content type of an answer that is text.
@@ -59,6 +60,7 @@ class Endpoint:
     answer: Any = None
     event: Any = None
     text: str = CONTENT_TYPE
+    body_required: bool = True
 
 
 ENDPOINTS = {
@@ -92,6 +94,15 @@ ENDPOINTS = {
     "/detokenize": Endpoint("Return the text of tokens.", tokens.DetokenizeFields, tokens.Detokenized),
     "/v1/load_lora_adapter": Endpoint("Load an adapter as a model.", models.LoadAdapterFields, models.ModelCard),
     "/v1/unload_lora_adapter": Endpoint("Unload an adapter.", models.UnloadAdapterFields, models.DeletedModel),
+    "/profile/start": Endpoint(
+        "Begin a profile of the engine's steps.",
+        profile.StartProfileFields,
+        profile.ProfileStarted,
+        body_required=False,
+    ),
+    "/profile/stop": Endpoint(
+        "End the profile and write its trace.", profile.StopProfileFields, profile.ProfileWritten, body_required=False
+    ),
 }
 
 
@@ -140,7 +151,7 @@ def _operation(route: Access, endpoint: Endpoint, references: dict[Any, Json], *
         ]
     if route.method == "POST":
         body = references.get(endpoint.body, {})
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+        operation["requestBody"] = {"required": endpoint.body_required, "content": {_JSON: {"schema": body}}}
     if (keys and not route.open_to_all) or route.admin:
         operation["security"] = [{name: []} for name in _SCHEMES]
     error = references[AnthropicErrorBody if route.anthropic else ErrorBody]

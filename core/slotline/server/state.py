@@ -25,6 +25,7 @@ from slotline.registry.lora_request import AdapterChoice
 from slotline.server.errors import HttpError
 from slotline.server.http import decode, read_body, until_disconnect
 from slotline.server.metrics import Metrics
+from slotline.server.profiler import Profiler
 from slotline.server.request_record import current_record
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ServerState:
         labels: names of a classifier's classes by number, empty for other models.
         max_body: bytes of the largest body.
         tracing: makes the spans of requests, None if they are not traced.
+        profiler: of the engine's steps.
         draining: whether new requests are refused, since the server ends.
         view, view_made: the last answer of `/v1/engine`, and the seconds of the clock when it was made.
     """
@@ -62,8 +64,10 @@ class ServerState:
     view_made: float = -inf
     labels: dict[int, str] = field(init=False)
     max_body: int = field(init=False)
+    profiler: Profiler = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.profiler = Profiler(self.llm)
         self.max_body = size_in_bytes(self.config.max_body)
         self.labels = _labels(self.llm.engine.runner.model.facts.path)
 

@@ -32,6 +32,10 @@ class StepProfiler:
         """Time the parts of the steps from now on."""
         self.enabled, self.scope = True, self._timed
 
+    def disable(self) -> None:
+        """Stop timing. The measured times stay."""
+        self.enabled, self.scope = False, nullcontext
+
     def reset(self) -> None:
         """Forget the measured times."""
         self.seconds.clear()

@@ -445,6 +445,13 @@ class ServerConfig:
             "'http://127.0.0.1:4318'; empty for that of the variable OTEL_EXPORTER_OTLP_ENDPOINT, or none"
         ),
     )
+    profile_folder: str = field(
+        default="",
+        metadata=_doc(
+            "folder for the traces of POST /profile/start and /profile/stop, which need an admin key; empty for none",
+            path=True,
+        ),
+    )
     trusted_proxies: tuple[str, ...] = field(
         default=(), metadata=_doc("addresses of proxies whose X-Forwarded headers are believed")
     )
