@@ -26,7 +26,7 @@ from slotline.llm.submitter import Submitter
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
-from slotline.registry.errors import ConfigError, RequestError
+from slotline.registry.errors import ConfigError, ModelError, RequestError
 from slotline.registry.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.registry.named_path import as_path
 from slotline.registry.negotiation import Plan
@@ -105,6 +105,28 @@ class LLM:
             ModelError: if the weights are missing or do not fit. The old ones stay.
         """
         self.engine.reload_weights(self._weights)
+
+    @known_options
+    def save_weights(self, folder: str | Path) -> None:
+        """Write the weights as they are after the passes, and the rest of the checkpoint, into a new folder.
+
+        An engine on that folder reads them without running the passes again. A merged adapter is part of the weights.
+
+        Args:
+            folder: must not exist, or be empty.
+
+        Raises:
+            ConfigError: if the folder is no path.
+            ModelError: if this model cannot be saved, or the folder cannot be written.
+        """
+        path, model = as_path(folder), self.engine.runner.model
+        if path is None:
+            raise ConfigError(f"folder={safe_repr(folder)} is no path", fix="name a new folder")
+        save = getattr(model, "save_weights", None)
+        if save is None:
+            raise ModelError(f"the weights of a {type(model).__name__} cannot be saved", fix="use the checkpoint itself")
+        with self.engine.plugins.naming():
+            self.engine.exclusively(save, Path(path))
 
     @known_options
     def add_lora(self, lora_request: LoRARequest) -> bool:

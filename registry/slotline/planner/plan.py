@@ -111,7 +111,7 @@ class Planned:
         sampling_defaults: values for parameters that a request leaves out, by the names of `SamplingParams`.
         plan: the negotiated plan.
         weights: the plugins for quantized weights, None for plain weights.
-        load_format: form that the weights are read in: ``hf`` or ``dummy``.
+        load_format: form that the weights are read in: ``hf``, ``sharded`` or ``dummy``.
     """
 
     loaded: LoadedConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from attrs import evolve, field, frozen
 
 from slotline.planner.hub import HubModel, find_hub_model
 from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts.model_family import SAVED_WEIGHTS
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import NegotiationError
+from slotline.registry.errors import ModelError, NegotiationError
 from slotline.registry.negotiation import Setting
 
 logger = logging.getLogger("slotline")
@@ -27,7 +29,7 @@ class WeightSource:
         path: the folder.
         loaded: the configuration.
         hub: the model of the Hub that the folder is of, or None.
-        format: ``hf`` or ``dummy``.
+        format: ``hf``, ``sharded`` or ``dummy``.
     """
 
     path: Path
@@ -64,7 +66,7 @@ class WeightSource:
         """Return the same source if a model family reads it, with the weights downloaded if it needs them to look.
 
         Raises:
-            NegotiationError: if the family does not read this form.
+            NegotiationError: if the family does not read this form, or weights of this form cannot be quantized.
             ModelError: if they cannot be downloaded.
         """
         formats = descriptor.capabilities.load_formats
@@ -72,6 +74,11 @@ class WeightSource:
             raise NegotiationError(
                 f"load.format = {self.format!r}: model family {descriptor.name!r} reads {formats.describe()}",
                 fix=f"set load.format to one of {formats.describe()}, or name a Hugging Face checkpoint",
+            )
+        if self.format != "hf" and (quantize := self.loaded.config.weights.quantize):
+            raise NegotiationError(
+                f"weights.quantize = {quantize!r}: weights of load.format = {self.format!r} are not quantized",
+                fix="set weights.quantize = \"\", or name a Hugging Face checkpoint",
             )
         if self.format == "hf" and not self.read and formats.refusal("dummy") is not None:
             return evolve(self, hub=find_hub_model(self.loaded))
@@ -86,13 +93,13 @@ def find_source(loaded: LoadedConfig, default: Path, *, weights: bool = True) ->
         weights: False to download no weights.
 
     Raises:
-        ModelError: if a model of the Hub is not available.
+        ModelError: if a model of the Hub is not available, or the folder does not hold the form that is asked for.
         CapacityError: if the disk has too little room for it.
     """
     asked = loaded.config.load.format
     hub = find_hub_model(loaded, weights=weights and asked != "dummy")
     path = hub.folder if hub is not None else loaded.path("model") or default
-    form = "hf" if asked == "auto" else asked
+    form = _form(path, asked)
     if hub is not None and hub.missing and form == "hf":
         logger.warning(
             "the weights of %s are not in the cache yet: %d files, the first is %s; a run downloads them",
@@ -101,3 +108,19 @@ def find_source(loaded: LoadedConfig, default: Path, *, weights: bool = True) ->
             hub.missing[0],
         )
     return WeightSource(path=path, loaded=loaded, hub=hub, format=form)
+
+
+def _form(path: Path, asked: str) -> str:
+    """Return the form of a folder's weights, if it is the one that is asked for."""
+    saved = os.path.isfile(path / SAVED_WEIGHTS)  # a path too long is no file, and no error here
+    if asked == "sharded" and not saved:
+        raise ModelError(
+            f"load.format = 'sharded', and {path} has no {SAVED_WEIGHTS}",
+            fix="name a folder that `LLM.save_weights` wrote, or leave load.format out",
+        )
+    if asked == "hf" and saved:
+        raise ModelError(
+            f"load.format = 'hf', and {path} holds weights that `LLM.save_weights` wrote",
+            fix="leave load.format out, or name the checkpoint that they were made from",
+        )
+    return ("sharded" if saved else "hf") if asked == "auto" else asked

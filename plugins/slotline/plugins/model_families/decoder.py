@@ -131,7 +131,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         fast_prefill=Flag(True),
         quantized=Flag(True),
         by_inspection=Flag(True),
-        load_formats=Set(("hf", "dummy")),
+        load_formats=Set(("hf", "sharded", "dummy")),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

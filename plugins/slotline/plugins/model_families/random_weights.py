@@ -8,6 +8,7 @@ import torch
 from transformers import initialization
 
 from slotline.plugins.model_families import binding, checkpoint, inspection, loading, structure
+from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.model_family import ModelContext
 
 NOTE = "random weights: load.format = 'dummy' reads none"
@@ -22,20 +23,26 @@ def random_model(context: ModelContext) -> Any:
     It is on the device already, unless its parts go to several places.
     """
     found = checkpoint.read(context.facts.path)
-    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     divided = bool(context.stages or context.offload_bytes)
-    with torch.device("cpu" if divided else context.device), initialization.no_init_weights():
-        model = found.model_class._from_config(
-            found.config,
-            dtype=loading.torch_dtype(context.dtype),
-            attn_implementation=found.attention(binding.ATTENTION_NAME),
-        )
-    model.tie_weights()
+    model = unfilled(found, context.dtype, "cpu" if divided else context.device)
     if context.task != "generate" and hasattr(model, "lm_head"):
         del model.lm_head
     fill(model, float(getattr(found.config.get_text_config(), "initializer_range", None) or 0.02))
     model = structure.find_body(model.eval().requires_grad_(False))
     return inspection.adopted(model, binding.slot_attention)
+
+
+def unfilled(found: Checkpoint, dtype: str, device: str) -> Any:
+    """Return a model of transformers whose weights have any values."""
+    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    with torch.device(device), initialization.no_init_weights():
+        model = found.model_class._from_config(
+            found.config,
+            dtype=loading.torch_dtype(dtype),
+            attn_implementation=found.attention(binding.ATTENTION_NAME),
+        )
+    model.tie_weights()
+    return model
 
 
 def fill(model: torch.nn.Module, scale: float) -> None:

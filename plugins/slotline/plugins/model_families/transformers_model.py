@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +11,12 @@ import torch
 from attrs import evolve
 
 from slotline.plugins.model_families import (
-    binding,
-    checkpoint,
+    building,
     inspection,
     loading,
-    offload,
     random_weights,
-    rope,
-    self_check,
-    sparse_index,
+    saved_model,
     stages,
-    state_mixers,
-    temperature,
     tried,
 )
 from slotline.plugins.model_families.adapters import Adaptation
@@ -90,7 +84,8 @@ class DecoderModel:
         started = time.perf_counter()
         self.facts = context.facts
         self._context = context
-        self.hf_model, self._holder, notes = self._build(context)
+        built = building.build(context, self._load)
+        self.hf_model, self._holder, self._origin = built.hf_model, built.holder, built.origin
         self._parts = stages.parts_of(self.hf_model, context.device, context.stages)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
@@ -99,7 +94,7 @@ class DecoderModel:
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
         self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, self._parts, lean=options.lean)
         keep_wanted(self.hf_model, self.facts.layers, self._holder)
-        self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
+        self.notes: tuple[str, ...] = built.notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
@@ -183,10 +178,16 @@ class DecoderModel:
             ModelError: if the weights are missing or do not fit the loaded model any more.
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
-        context = evolve(self._context, facts=facts)
-        new = _tensors(self._read_again(context))
-        loading.copy_weights(self._tensors, new, facts.path)
+        form = self._context.load_format if path is None else building.format_of(path)
+        context = evolve(self._context, facts=facts, load_format=form)
+        passed = context.optimize or form == "sharded"
+        new = building.build(context, self._load).hf_model if passed else building.read_plain(context, self._load)
+        loading.copy_weights(self._tensors, _tensors(new), facts.path)
         self.facts, self._context = facts, context
+
+    def save_weights(self, folder: Path) -> None:
+        """See `slotline.registry.contracts.model_family.SavingModel.save_weights`."""
+        saved_model.save(Path(folder), self._origin, self._tensors, self._context)
 
     def _adaptable(self) -> Adaptation:
         """Linear layers of the model, found on first use."""
@@ -200,88 +201,11 @@ class DecoderModel:
         with torch.no_grad(), self._holder.serving(plain_attend, plain_advance):
             self._head(self._loop(tokens, tokens, None, None, None)[0])
 
-    def _read_again(self, context: ModelContext) -> Any:
-        if context.optimize:
-            return self._build(context)[0]
-        fresh, encoder = self._load(context)
-        rope.freeze(fresh, self.facts.max_model_len)
-        temperature.settle(fresh, self.facts.max_model_len)
-        sparse_index.settle(fresh, self.facts.max_model_len)
-        stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
-        if encoder is not None:
-            fresh.encoder = encoder
-        return fresh
-
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder in host memory, and the encoder of its other inputs if it takes any."""
         if context.load_format == "dummy":
             return random_weights.random_model(context), None
         return loading.load_transformers_model(context), None
-
-    def _build(self, context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
-        """Read, bind, place and optimise the model, and return it with its holder and notes.
-
-        Passes run on the device, where they are fast, or before placing if not all weights fit there. They only know
-        decoders, so the encoder becomes a part of the model after them.
-        """
-        hf_model, encoder = self._load(context)
-        checked = _self_checked(hf_model, context)
-        holder = binding.bind(hf_model, context.facts.layers)
-        state_mixers.bind(hf_model, context.facts.state_layers, holder)
-        notes: tuple[str, ...] = (random_weights.NOTE,) if context.load_format == "dummy" else ()
-        notes += checked + rope.freeze(hf_model, context.facts.max_model_len)
-        temperature.settle(hf_model, context.facts.max_model_len)
-        sparse_index.settle(hf_model, context.facts.max_model_len)
-        parts = stages.parts_of(hf_model, context.device, context.stages)
-        stages.separate(hf_model, parts)
-        if context.offload_bytes:
-            notes += _optimize(hf_model, context.device, context)
-            notes += offload.place(hf_model, parts[0].device, context.offload_bytes)
-        elif len(parts) == 1:
-            offload.place(hf_model, parts[0].device, 0)
-            notes += _optimize(hf_model, context.device, context)
-        else:
-            notes += _over_stages(hf_model, parts, context)
-        if encoder is not None:
-            hf_model.encoder = encoder.to(parts[0].device)
-        return hf_model, holder, notes
-
-
-def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
-    """Return a note on the check of a model that the tests do not compare with transformers.
-
-    Raises:
-        ModelError: if it gives other numbers.
-    """
-    if type(hf_model).__name__ in SERVED:
-        return ()
-    state = None if context.weights is not None else hf_model.state_dict()
-    found = checkpoint.read(context.facts.path, quantized=context.weights is not None)
-    return (self_check.check(found, state),)
-
-
-def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:
-    """Place every part of the model and optimise it there. The notes name the stage."""
-    notes: tuple[str, ...] = ()
-    stages.place(hf_model, parts)
-    for index, part in enumerate(parts):
-        with stages.only(hf_model, parts, index):
-            notes += tuple(f"stage {index}: {note}" for note in _optimize(hf_model, str(part.device), context))
-    return notes
-
-
-def _optimize(hf_model: Any, device: str, context: ModelContext) -> tuple[str, ...]:
-    if not context.optimize:
-        return ()
-    from slotline.plugins.model_families.passes import optimize
-
-    return optimize(
-        hf_model,
-        device=device,
-        dtype=context.dtype,
-        batch_invariant=context.batch_invariant,
-        captured=context.captured,
-    )
 
 
 def _tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:

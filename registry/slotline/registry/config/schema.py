@@ -209,11 +209,11 @@ class ParallelConfig:
 class LoadConfig:
     """Reading of the weights."""
 
-    format: Literal["auto", "hf", "dummy"] = field(
+    format: Literal["auto", "hf", "sharded", "dummy"] = field(
         default="auto",
         metadata=_doc(
-            "'hf' and 'auto' read a Hugging Face checkpoint; 'dummy' reads no weights and makes random ones, to "
-            "measure a model from its config.json"
+            "'hf' reads a Hugging Face checkpoint, 'sharded' what `LLM.save_weights` wrote, 'auto' whichever the "
+            "folder holds; 'dummy' reads no weights and makes random ones, to measure a model from its config.json"
         ),
     )
 

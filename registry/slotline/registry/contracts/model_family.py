@@ -71,6 +71,10 @@ class StoringAttend(Protocol):
         ...
 
 
+SAVED_WEIGHTS = "slotline_weights.json"
+"""File of a folder that `save_weights` wrote: what the weights fit, and their files."""
+
+
 @frozen(kw_only=True, field_transformer=declared)
 class ModelFamilyCapabilities:
     """Capabilities that a model family declares.
@@ -93,7 +97,8 @@ class ModelFamilyCapabilities:
         fast_prefill: `Model.forward` can skip the layers after the last one that owns a cache, for tokens whose hidden
             states are not wanted.
         load_formats: values of `ModelContext.load_format` that `load` takes. With ``dummy``, `inspect` takes
-            `weights=False` for a folder without weights.
+            `weights=False` for a folder without weights. With ``sharded``, it does so too, and models of plain weights
+            are `SavingModel`s.
     """
 
     architectures: Set[str]
@@ -243,7 +248,7 @@ class ModelContext:
             for plain weights.
         captured: True if forward passes are captured in graphs. All work must go through torch or the device's queue
             then, never through a call that the host makes with an address.
-        load_format: ``hf`` to read a Hugging Face checkpoint, ``dummy``
+        load_format: ``hf`` to read a Hugging Face checkpoint, ``sharded`` to read what `save_weights` wrote, ``dummy``
             to make random weights. Only values of the capability `load_formats`.
         progress: whether to show a progress bar on a terminal.
     """
@@ -333,6 +338,20 @@ class Model(Protocol):
 
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, from the checkpoint's folder or from another one with the same shapes."""
+        ...
+
+
+class SavingModel(Model, Protocol):
+    """Protocol of a model that can write its weights as they are after all changes of loading."""
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights and the rest of the checkpoint into a folder that is not there yet, or is empty.
+
+        The folder has a file `SAVED_WEIGHTS`. `ModelFamily.load` reads it with the load format ``sharded``.
+
+        Raises:
+            ModelError: if this model cannot be saved, or the folder cannot be written.
+        """
         ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -51,21 +52,21 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     count = 0
     for parent, name, child in slots(model):
         if takes_gate(child) and not has_hooks(child):
-            fused = _fused(child, target.fused)
+            fused = _fused(child, target, target.fused)
             if fused is not None:
                 setattr(parent, name, fused)
                 count += 1
     return (f"{count} gated RMS norms in one call",) if count else ()
 
 
-def _fused(module: nn.Module, kernels: FusedKernels) -> FusedGatedNorm | None:
+def _fused(module: nn.Module, target: Target, kernels: FusedKernels) -> FusedGatedNorm | None:
     eps = next((getattr(module, name) for name in EPSILON_NAMES if hasattr(module, name)), None)
     weight = module._parameters.get("weight")
     if not isinstance(eps, float) or weight is None or weight.dim() != 1:
         return None
     probe = nn.Parameter(torch.linspace(0.1, 0.7, weight.numel()).to(weight), requires_grad=False)
     for form in _forms(module, weight.numel(), eps):
-        if _equal_with(module, FusedGatedNorm(probe, form, kernels), probe):
+        if target.decisions.decide(partial(_equal_with, module, FusedGatedNorm(probe, form, kernels), probe)):
             return FusedGatedNorm(weight, form, kernels)
     return None
 

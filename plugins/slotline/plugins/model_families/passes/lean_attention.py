@@ -9,10 +9,11 @@ attention function with equal query, key, value and options, and returned equal 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import astuple, frozen
 from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -63,6 +64,19 @@ class LeanForward:
         self._module: Any = module
         self._original: Callable[..., Any] = module.forward
         self._rotate, self._fused = target.kernels.rotate, target.fused
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any], module: nn.Module, target: Target) -> LeanForward:
+        """Return the short forward that `facts` of another one describe."""
+        options = {name: _value(module, value) for name, value in facts["options"].items()}
+        return cls(module, Heads(*facts["heads"]), options, target)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What describes this forward without a tensor: the heads and the options, parameters of the module by name."""
+        names = {id(parameter): {"parameter": name} for name, parameter in self._module.named_parameters()}
+        options = {name: names.get(id(value), value) for name, value in self._options.items()}
+        return {"heads": astuple(self._heads), "options": options}
 
     def __call__(
         self,
@@ -248,9 +262,20 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     )
 
 
+def _value(module: nn.Module, value: Any) -> Any:
+    """Return an option of attention, which may be described by a parameter's name."""
+    return module.get_parameter(value["parameter"]) if isinstance(value, dict) else value
+
+
 def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) -> LeanForward | None:
     if has_hooks(module) or not all(hasattr(module, name) for name in ("o_proj", "head_dim", "config")):
         return None
+    facts = target.decisions.decide(partial(_facts, module, rotary, recorder, target))
+    return None if facts is None else LeanForward.of(facts, module, target)
+
+
+def _facts(module: Any, rotary: Any, recorder: Recorder, target: Target) -> dict[str, Any] | None:
+    """Return the facts of the short forward that gives the module's own output, or None."""
     hidden, embeddings = probe(module, rotary, target)
     if not isinstance(embeddings, tuple):
         return None  # not cosines and sines: Llama 4 turns by complex numbers
@@ -261,5 +286,5 @@ def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) 
             heads = Heads(query.shape[1], key.shape[1], module.head_dim, rotary_size)
             lean = LeanForward(module, heads, options, target)
             if same(lean(hidden, embeddings), expected, (query, key, value), recorder):
-                return lean
+                return lean.facts
     return None

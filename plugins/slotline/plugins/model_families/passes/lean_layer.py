@@ -8,6 +8,7 @@ decode step takes half a millisecond. A layer is changed only if it gives the or
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -188,20 +189,21 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
             norms = norms_of(layer, residuals)
             if has_hooks(layer) or not is_lean(layer, norms, residuals):
                 continue
-            lean = _lean_layer(layer, LeanLayer(layer, norms, residuals), rotary, recorder, target)
-            if lean is not None:
+            lean = LeanLayer(layer, norms, residuals)
+            if target.decisions.decide(partial(_is_equal, layer, lean, rotary, recorder, target)):
                 layer.forward = lean
                 count += 1
     return (f"straight calls with residuals added inside the products in {count} layers",) if count else ()
 
 
-def _lean_layer(layer: Any, lean: LeanLayer, rotary: Any, recorder: Recorder, target: Target) -> LeanLayer | None:
+def _is_equal(layer: Any, lean: LeanLayer, rotary: Any, recorder: Recorder, target: Target) -> bool:
+    """Return True if the short forward of a layer gives its output."""
     hidden, embeddings = probe(layer.self_attn, rotary, target)
     try:
         expected = layer.forward(hidden, position_embeddings=embeddings)
     except (RuntimeError, TypeError, ValueError):
         recorder.calls.clear()
-        return None  # takes other arguments than a plain decoder layer
+        return False  # takes other arguments than a plain decoder layer
     *states, _ = recorder.calls.pop()
     found = lean(hidden, position_embeddings=embeddings)
-    return lean if same((found, None), expected, tuple(states), recorder) else None
+    return same((found, None), expected, tuple(states), recorder)

@@ -7,6 +7,7 @@ is installed only after it has given the original's output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,23 +60,24 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
         return ()
     count = 0
     for module in list(model.modules()):
-        lean = _lean_mlp(module, target.fused, target.dtype)
+        lean = _lean_mlp(module, target, target.fused)
         if lean is not None:
             module.forward = lean
             count += 1
     return (f"merged gate and up with one activation kernel in {count} gated MLPs",) if count else ()
 
 
-def _lean_mlp(module: nn.Module, fused: FusedKernels, dtype: torch.dtype) -> LeanMLP | None:
+def _lean_mlp(module: nn.Module, target: Target, fused: FusedKernels) -> LeanMLP | None:
     merged, down = merged_of(module, "gate_up_proj", GATE_UP), module._modules.get("down_proj")
-    if merged is None or type(down) is not nn.Linear or down.weight.dtype != dtype or has_hooks(module):
+    if merged is None or type(down) is not nn.Linear or down.weight.dtype != target.dtype or has_hooks(module):
         return None
-    activation = _activation(module, fused, down.weight.device)
+    activation = target.decisions.decide(partial(_activation, module, fused, down.weight.device))
     if activation is None:
         return None
     lean = LeanMLP(module, fused, activation)
     features = merged.weight.shape[-1]  # type: ignore[attr-defined]
-    return lean if equal(lean._original, lean, features, down.weight) else None
+    same = target.decisions.decide(partial(equal, lean._original, lean, features, down.weight))
+    return lean if same else None
 
 
 def _activation(module: nn.Module, fused: FusedKernels, device: torch.device) -> str | None:

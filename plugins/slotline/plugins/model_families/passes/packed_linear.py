@@ -25,7 +25,12 @@ _linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight [out_features, in_features] in oneDNN's blocked layout, an opaque tensor of the same shape."""
+    """Return the weight [out_features, in_features] in oneDNN's blocked layout, an opaque tensor of the same shape.
+
+    A weight on the meta device is returned as it is.
+    """
+    if weight.is_meta:
+        return weight.detach()
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_TOKENS)
     return packed
 

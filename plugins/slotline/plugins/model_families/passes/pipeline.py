@@ -21,6 +21,7 @@ from slotline.plugins.model_families.passes import (
     rms_norm,
     rotary,
 )
+from slotline.plugins.model_families.passes.decisions import Decisions, other_passes
 from slotline.plugins.model_families.passes.target import Target, target_of
 from slotline.registry.errors import ModelError, SlotlineError
 from slotline.registry.loading import one_line
@@ -47,12 +48,19 @@ INVARIANT_PASSES = (rms_norm.apply, rotary.apply, invariant_linear.apply)
 
 
 def optimize(
-    model: nn.Module, *, device: str, dtype: str | torch.dtype, batch_invariant: bool = False, captured: bool = False
+    model: nn.Module,
+    *,
+    device: str,
+    dtype: str | torch.dtype,
+    batch_invariant: bool = False,
+    captured: bool = False,
+    decisions: Decisions | None = None,
+    held: str = "",
 ) -> tuple[str, ...]:
     """Edit a loaded decoder in place so that it computes the same with less work.
 
-    Weights that a pass merges or packs replace the originals, so the model cannot be saved or cast afterwards. To
-    reload weights, optimise a freshly loaded model the same way: both then have the same parameters and buffers by
+    Weights that a pass merges or packs replace the originals, so transformers cannot save or cast the model afterwards.
+    To reload weights, optimise a freshly loaded model the same way: both then have the same parameters and buffers by
     name, and each can be copied into its counterpart.
 
     Args:
@@ -61,6 +69,8 @@ def optimize(
         dtype: the weights' dtype or its name.
         captured: whether forward passes are captured, which kernels that the host calls by address cannot be.
         batch_invariant: whether a token's numbers must be bitwise the same in any batch.
+        decisions: takes the answers of the checks, or has those of an earlier run on the same model.
+        held: device type of the weights, by default that of the model's first parameter.
 
     Returns:
         A note for each thing done, or left out with the reason.
@@ -69,11 +79,24 @@ def optimize(
         slotline.registry.errors.ModelError: if the dtype is unknown, or the model has parts whose numbers would hang on
             the batch where they must not.
     """
+    held = held or next(model.parameters()).device.type
+    target = evolve(target_for(device, dtype, captured=captured, held=held), decisions=decisions or Decisions())
+    notes = apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
+    target.decisions.finish()
+    return notes
+
+
+def target_for(device: str, dtype: str | torch.dtype, *, captured: bool, held: str = "") -> Target:
+    """Return the target of `optimize`, without kernels that cannot be tried or captured.
+
+    Args:
+        held: device type of the weights, by default the device's.
+    """
     target = target_of(device, dtype)
     by_address = captured and target.device == "cpu"
-    if by_address or next(model.parameters()).device.type != target.device:
-        target = evolve(target, kernels=None, fused=None)  # its weights come to the device later: nothing can be tried
-    return apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
+    if by_address or (held or target.device) != target.device:
+        return evolve(target, kernels=None, fused=None)  # its weights come to the device later: nothing can be tried
+    return target
 
 
 def apply_passes(model: nn.Module, target: Target, passes: Sequence[Pass] = PASSES) -> tuple[str, ...]:
@@ -91,6 +114,9 @@ def apply_passes(model: nn.Module, target: Target, passes: Sequence[Pass] = PASS
                     f"{type(model).__name__} has parts that cannot be made independent of the batch: {one_line(error)}",
                     fix="set batch_invariant = false",
                 ) from error
+            if target.decisions.known:
+                raise other_passes() from error
+            target.decisions.complete = False
             name = apply.__module__.rpartition(".")[2]
             notes += (f"pass {name} stepped aside for {type(model).__name__}: {one_line(error)}",)
     return notes

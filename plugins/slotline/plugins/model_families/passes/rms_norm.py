@@ -80,7 +80,7 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
         make = partial(KernelRMSNorm, kernels=target.kernels)
     replaced: Counter[str] = Counter()
     for parent, name, child in slots(model):
-        lean = _lean_norm(child, make)
+        lean = _lean_norm(child, make, target)
         if lean is not None:
             setattr(parent, name, lean)
             kind = type(lean).__name__
@@ -88,7 +88,7 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     return tuple(f"{count} RMS norms in one call ({what})" for what, count in sorted(replaced.items()))
 
 
-def _lean_norm(module: nn.Module, make: Callable[..., TorchRMSNorm]) -> TorchRMSNorm | None:
+def _lean_norm(module: nn.Module, make: Callable[..., TorchRMSNorm], target: Target) -> TorchRMSNorm | None:
     eps = next((getattr(module, name) for name in EPSILON_NAMES if hasattr(module, name)), None)
     weight = module._parameters.get("weight")
     if not isinstance(eps, float) or weight is None or weight.dim() != 1 or has_hooks(module):
@@ -98,7 +98,7 @@ def _lean_norm(module: nn.Module, make: Callable[..., TorchRMSNorm]) -> TorchRMS
     # The probe must see a weight unlike one and zero, where the variants agree.
     probe = nn.Parameter(torch.linspace(0.1, 0.7, weight.numel()).to(weight), requires_grad=False)
     for offset in OFFSETS:
-        if _equal_with(module, make(probe, eps, offset), probe):
+        if target.decisions.decide(partial(_equal_with, module, make(probe, eps, offset), probe)):
             return make(weight, eps, offset)
     return None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import nn
 
 from slotline.kernels.triton_support import has_triton
+from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.passes.kernels import FusedKernels, RowKernels
 from slotline.registry.errors import ModelError
 
@@ -28,12 +29,14 @@ class Target:
         dtype: the weights' dtype.
         kernels: the device's row kernels, None if there are none.
         fused: the same object if the device has fused kernels, too.
+        decisions: answers of the passes' checks.
     """
 
     device: str
     dtype: torch.dtype
     kernels: RowKernels | None = None
     fused: FusedKernels | None = None
+    decisions: Decisions = field(factory=Decisions, eq=False)
 
     @property
     def packs(self) -> bool:

@@ -1,0 +1,161 @@
+"""From a checkpoint to a decoder that is ready to run: read, bound to attention, placed and optimised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    offload,
+    random_weights,
+    rope,
+    saved_model,
+    saved_weights,
+    self_check,
+    sparse_index,
+    stages,
+    state_mixers,
+    temperature,
+)
+from slotline.plugins.model_families.decoder import SERVED
+from slotline.plugins.model_families.passes.decisions import Decisions
+from slotline.plugins.model_families.saved_model import Origin
+from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
+
+Load = Callable[[ModelContext], tuple[Any, torch.nn.Module | None]]
+"""Returns the decoder in host memory, and the encoder of its other inputs if it takes any."""
+
+
+@frozen(eq=False)
+class Built:
+    """A decoder that is ready to run.
+
+    Attributes:
+        hf_model: the transformers model.
+        holder: the attend callable of its current forward.
+        notes: what was done to it, in words.
+        origin: what it needs to be saved.
+    """
+
+    hf_model: Any
+    holder: binding.AttendHolder
+    notes: tuple[str, ...]
+    origin: Origin
+
+
+def build(context: ModelContext, load: Load) -> Built:
+    """Read, bind, place and optimise a model.
+
+    Passes run on the device, where they are fast, or before placing if not all weights fit there. They only know
+    decoders, so the encoder becomes a part of the model after them.
+    """
+    if context.load_format == "sharded":
+        return _build_saved(context)
+    hf_model, encoder = load(context)
+    origin = saved_model.origin_of(hf_model, context.dtype)
+    checked = _self_checked(hf_model, context)
+    holder, notes = _bind(hf_model, context)
+    notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
+    parts = stages.parts_of(hf_model, context.device, context.stages)
+    stages.separate(hf_model, parts)
+    if context.offload_bytes:
+        passed = _optimize(hf_model, context.device, context, origin.decisions)
+        passed += offload.place(hf_model, parts[0].device, context.offload_bytes)
+    elif len(parts) == 1:
+        offload.place(hf_model, parts[0].device, 0)
+        passed = _optimize(hf_model, context.device, context, origin.decisions)
+    else:
+        passed = _over_stages(hf_model, parts, context)
+    if encoder is not None:
+        hf_model.encoder = encoder.to(parts[0].device)
+    return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed))
+
+
+def read_plain(context: ModelContext, load: Load) -> Any:
+    """Return a model whose tensors have the names and values of one that `build` returned without passes."""
+    fresh, encoder = load(context)
+    rope.freeze(fresh, context.facts.max_model_len)
+    temperature.settle(fresh, context.facts.max_model_len)
+    sparse_index.settle(fresh, context.facts.max_model_len)
+    stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
+    if encoder is not None:
+        fresh.encoder = encoder
+    return fresh
+
+
+def format_of(path: Path) -> str:
+    """Return the `ModelContext.load_format` of a folder with weights."""
+    return "sharded" if (path / SAVED_WEIGHTS).is_file() else "hf"
+
+
+def _build_saved(context: ModelContext) -> Built:
+    """Build a model from weights that were saved after the passes: repeat those without checks, then read."""
+    saved = saved_weights.read(context)
+    hf_model = saved_model.skeleton(context, saved)
+    origin = saved_model.origin_of(hf_model, context.dtype)
+    origin = evolve(origin, decisions=Decisions(saved.answers, known=True), notes=tuple(saved.notes))
+    holder, notes = _bind(hf_model, context)
+    device = torch.device("cpu" if context.offload_bytes else context.device)
+    saved_model.place_computed(hf_model, device)
+    _optimize(hf_model, context.device, context, origin.decisions)
+    saved_model.fill(hf_model, saved, context, device)
+    notes = (saved_model.NOTE, *saved.notes, *notes)
+    if context.offload_bytes:
+        notes += offload.place(hf_model, torch.device(context.device), context.offload_bytes)
+    return Built(hf_model, holder, notes, origin)
+
+
+def _bind(hf_model: Any, context: ModelContext) -> tuple[binding.AttendHolder, tuple[str, ...]]:
+    """Let a model call attention and states, and fix what transformers would choose in each forward."""
+    holder = binding.bind(hf_model, context.facts.layers)
+    state_mixers.bind(hf_model, context.facts.state_layers, holder)
+    notes = rope.freeze(hf_model, context.facts.max_model_len)
+    temperature.settle(hf_model, context.facts.max_model_len)
+    sparse_index.settle(hf_model, context.facts.max_model_len)
+    return holder, notes
+
+
+def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
+    """Return a note on the check of a model that the tests do not compare with transformers.
+
+    Raises:
+        ModelError: if it gives other numbers.
+    """
+    if type(hf_model).__name__ in SERVED:
+        return ()
+    state = None if context.weights is not None else hf_model.state_dict()
+    found = checkpoint.read(context.facts.path, quantized=context.weights is not None)
+    return (self_check.check(found, state),)
+
+
+def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:
+    """Place every part of the model and optimise it there. The notes name the stage."""
+    notes: tuple[str, ...] = ()
+    stages.place(hf_model, parts)
+    for index, part in enumerate(parts):
+        with stages.only(hf_model, parts, index):
+            passed = _optimize(hf_model, str(part.device), context, Decisions())
+        notes += tuple(f"stage {index}: {note}" for note in passed)
+    return notes
+
+
+def _optimize(hf_model: Any, device: str, context: ModelContext, decisions: Decisions) -> tuple[str, ...]:
+    if not context.optimize:
+        return ()
+    from slotline.plugins.model_families.passes import optimize
+
+    return optimize(
+        hf_model,
+        device=device,
+        dtype=context.dtype,
+        batch_invariant=context.batch_invariant,
+        captured=context.captured,
+        decisions=decisions,
+        held="cpu" if context.offload_bytes else torch.device(device).type,
+    )
