@@ -11,7 +11,7 @@ import pytest
 
 from slotline.cli import build_parser, main
 
-COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "new-plugin")
+COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "save-weights", "new-plugin")
 
 
 def in_process_of_its_own(program: str) -> str:

@@ -30,6 +30,7 @@ _COMMANDS = (
     "config",
     "bench",
     "tune",
+    "save_weights",
     "new_plugin",
     "conform",
     "matrix",

@@ -124,7 +124,9 @@ class LLM:
             raise ConfigError(f"folder={safe_repr(folder)} is no path", fix="name a new folder")
         save = getattr(model, "save_weights", None)
         if save is None:
-            raise ModelError(f"the weights of a {type(model).__name__} cannot be saved", fix="use the checkpoint itself")
+            raise ModelError(
+                f"the weights of a {type(model).__name__} cannot be saved", fix="use the checkpoint itself"
+            )
         with self.engine.plugins.naming():
             self.engine.exclusively(save, Path(path))
 

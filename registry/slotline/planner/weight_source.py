@@ -78,7 +78,7 @@ class WeightSource:
         if self.format != "hf" and (quantize := self.loaded.config.weights.quantize):
             raise NegotiationError(
                 f"weights.quantize = {quantize!r}: weights of load.format = {self.format!r} are not quantized",
-                fix="set weights.quantize = \"\", or name a Hugging Face checkpoint",
+                fix='set weights.quantize = "", or name a Hugging Face checkpoint',
             )
         if self.format == "hf" and not self.read and formats.refusal("dummy") is not None:
             return evolve(self, hub=find_hub_model(self.loaded))

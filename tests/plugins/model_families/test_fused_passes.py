@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from attrs import evolve
 from torch import nn
 
 from tests.plugins.model_families.test_passes import CONFIGS, MOE, build, causal_attention, difference, logits
 
 pytest.importorskip("triton")
 
-from slotline.plugins.model_families import binding
+from slotline.plugins.model_families import binding, saved_model
 from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.passes import fused_kernels, residuals
+from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels
 from slotline.plugins.model_families.passes.lean_attention import LeanForward
 from slotline.plugins.model_families.passes.lean_layer import LeanLayer
@@ -75,6 +78,22 @@ def test_every_layer_of_every_family_gets_the_fused_passes_made_for_it(family: s
     dense = 0 if family in MOE else 2
     assert forwards(model, LeanMLP) == dense
     assert forwards(model, LeanLayer) == dense
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma3", "gpt_oss"])
+def test_passes_are_repeated_without_checks_on_a_model_without_weights(family: str) -> None:
+    first, again = build(family), build(family)
+    origin = saved_model.origin_of(first, "float32")
+    notes = apply_passes(first, evolve(TARGET, decisions=origin.decisions))
+    saved_model.hollow(again, origin.tied, origin.dtypes, "float32")
+    known = Decisions(json.loads(json.dumps(origin.decisions.answers)), known=True)
+    assert apply_passes(again, evolve(TARGET, decisions=known)) == notes
+    known.finish()
+    tensors = dict(first.named_parameters()) | dict(first.named_buffers())
+    for name, (module, own, empty) in saved_model.empty_places(again):
+        saved_model.put(module, own, empty, tensors[name].detach().clone())
+    assert not any(tensor.is_meta for tensor in again.state_dict().values())
+    assert torch.equal(logits(again, 5), logits(first, 5))
 
 
 class StoringAttend:

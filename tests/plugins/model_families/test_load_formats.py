@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.registry.errors import ModelError, NegotiationError, SlotlineError
+from slotline.registry.errors import ConfigError, ModelError, NegotiationError, SlotlineError
 
 Tiny = Callable[..., Path]
 SETTINGS: dict[str, Any] = {
@@ -67,3 +69,204 @@ def test_a_family_that_makes_no_random_weights_refuses(tiny_vision_model: Any) -
 def test_an_unknown_format_is_a_wrong_setting(tiny: Tiny) -> None:
     with pytest.raises(SlotlineError, match=r"load\.format"):
         LLM(model=str(tiny("llama")), **SETTINGS, **{"load.format": "tensorizer"})
+
+
+def saved(llm: LLM, folder: Path) -> Path:
+    """The folder, with the engine's weights in it."""
+    llm.save_weights(folder)
+    return folder
+
+
+def log_probabilities(llm: LLM) -> list[float]:
+    found = llm.generate(PROMPTS, GREEDY)
+    return [each.logprob for out in found for step in out.outputs[0].logprobs or () for each in step.values()]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama as it is after the passes. Tests copy it before they change anything."""
+    return saved(LLM(model=str(tiny("llama")), **SETTINGS), tmp_path_factory.mktemp("saved") / "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"dtype": "bfloat16"}),
+        ("llama", {"optimize": False}),
+        ("llama_tied", {}),
+        ("mixtral", {}),
+        ("gpt_oss", {}),
+        ("gemma3", {}),
+    ],
+)
+def test_row_133_saved_weights_answer_as_the_checkpoint(
+    family: str, settings: dict[str, Any], tiny: Tiny, tmp_path: Path
+) -> None:
+    first = LLM(model=str(tiny(family)), **{**SETTINGS, **settings})
+    folder = saved(first, tmp_path / "saved")
+    again = LLM(model=str(folder), **{**SETTINGS, **settings, "dtype": "auto"})  # the folder says which
+    assert answers(again) == answers(first)
+    torch.testing.assert_close(log_probabilities(again), log_probabilities(first), rtol=0, atol=2e-6)
+    assert again.plan.dtype == first.plan.dtype
+    assert set(first.engine.notes) <= set(again.engine.notes)
+    assert "weights saved after the passes" in again.engine.notes[0]
+
+
+def test_passes_check_nothing_when_saved_weights_are_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotline.plugins.model_families.passes import gated_mlp, lean_attention, lean_layer, rms_norm
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a check ran")
+
+    for module, name in (
+        (gated_mlp, "equal"),
+        (rms_norm, "_equal_with"),
+        (lean_attention, "_facts"),
+        (lean_layer, "_is_equal"),
+    ):
+        assert callable(getattr(module, name))
+        monkeypatch.setattr(module, name, refuse)
+    notes = " ".join(LLM(model=str(llama), **SETTINGS).engine.notes)
+    assert "fused activation and product into" in notes
+    assert "straight calls with residuals added inside the products in" in notes
+
+
+def test_saved_weights_are_saved_again_and_reloaded_in_place(llama: Path, tiny: Tiny, tmp_path: Path) -> None:
+    llm = LLM(model=str(llama), **SETTINGS, **{"load.format": "sharded"})
+    wanted = answers(llm)
+    again = saved(llm, tmp_path / "again")
+    assert (again / "slotline_weights.json").read_bytes() == (llama / "slotline_weights.json").read_bytes()
+    llm.update_config(model=tiny("llama", seed=1))
+    llm.reload_weights()
+    assert answers(llm) != wanted
+    llm.update_config(model=again)
+    llm.reload_weights()
+    assert answers(llm) == wanted
+
+
+def test_weights_are_divided_into_shards(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotline.plugins.model_families import saved_weights
+
+    monkeypatch.setattr(saved_weights, "SHARD_BYTES", 1 << 17)
+    first = LLM(model=str(tiny("llama")), **SETTINGS)
+    folder = saved(first, tmp_path / "saved")
+    count = len(list(folder.glob("*.safetensors")))
+    assert count > 3
+    assert (folder / f"slotline-{count:05d}-of-{count:05d}.safetensors").is_file()
+    assert answers(LLM(model=str(folder), **SETTINGS)) == answers(first)
+
+
+def change(folder: Path, **values: Any) -> None:
+    """Change the index of a saved folder. Values of `fits` are joined to those that are there."""
+    file = folder / "slotline_weights.json"
+    content = json.loads(file.read_text())
+    values["fits"] = content["fits"] | values.get("fits", {})
+    file.write_text(json.dumps(content | values))
+
+
+def cut(folder: Path) -> None:
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def rename_a_weight(folder: Path) -> None:
+    content = json.loads((folder / "slotline_weights.json").read_text())
+    weights = dict(content["weights"])
+    weights["model.norm.wait"] = weights.pop("model.norm.weight")
+    change(folder, weights=weights)
+
+
+def other_config(folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(file.read_text().replace("1e-06", "1e-05") + " ")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (other_config, "config.json is not the one that the weights in .* were saved with"),
+        (lambda f: change(f, fits={"slotline": "0.0.1"}), r'saved with slotline = "0\.0\.1", and here it is'),
+        (lambda f: change(f, fits={"transformers": "4.0"}), 'saved with transformers = "4.0"(.|\n)*fix: install trans'),
+        (lambda f: change(f, fits={"device": "cuda"}), 'saved with device = "cuda", and here it is "cpu"'),
+        (lambda f: change(f, format=9), "has format 9, and this version reads 1"),
+        (lambda f: change(f, files=[]), "is no index of saved weights"),
+        (
+            lambda f: change(f, weights={"a": "../a.safetensors"}),
+            r"names the shard '\.\./a\.safetensors', which it does",
+        ),
+        (lambda f: change(f, answers=[True]), "saved after other passes than those that this version makes"),
+        (rename_a_weight, r"not those of the model after its passes: model\.norm\.wait, model\.norm\.weight"),
+        (lambda f: next(f.glob("*.safetensors")).unlink(), "the shard .*00001-of-00001.safetensors is missing"),
+        (cut, r"has \d+ bytes, and was saved with \d+"),
+        (lambda f: (f / "slotline_weights.json").write_text("{"), "slotline_weights.json cannot be read as JSON"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    spoil: Callable[[Path], Any], said: str, llama: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "spoilt"))
+    spoil(folder)
+    with pytest.raises(ModelError, match=said) as error:
+        LLM(model=str(folder), **SETTINGS)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"dtype": "bfloat16"},
+            'saved with dtype = "float32"(.|\n)*fix: set dtype = "float32"',
+        ),
+        ({"optimize": False}, "saved with optimize = true, and here it is false"),
+        ({"load.format": "hf"}, "load.format = 'hf', and .* holds weights that `LLM.save_weights` wrote"),
+    ],
+)
+def test_settings_that_saved_weights_do_not_fit_are_refused(settings: dict[str, Any], said: str, llama: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        LLM(model=str(llama), **SETTINGS, **settings)
+
+
+def test_the_sharded_format_needs_a_folder_of_its_own(tiny: Tiny) -> None:
+    with pytest.raises(ModelError, match=r"load\.format = 'sharded', and .* has no slotline_weights\.json"):
+        LLM(model=str(tiny("llama")), **SETTINGS, **{"load.format": "sharded"})
+
+
+@pytest.mark.parametrize("form", ["dummy", "sharded"])
+def test_weights_that_are_not_a_checkpoint_s_are_not_quantized(form: str, llama: Path) -> None:
+    with pytest.raises(NegotiationError, match=f"weights of load.format = '{form}' are not quantized"):
+        LLM(model=str(llama), **SETTINGS, **{"load.format": form, "weights.quantize": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("llama", {"weights.quantize": "int8"}, "they are quantized(.|\n)*fix: save them without weights.quantize"),
+        ("llama", {"task": "embed"}, "the task is embed"),
+    ],
+)
+def test_models_that_cannot_be_saved_say_so(
+    family: str, settings: dict[str, Any], said: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    llm = LLM(model=str(tiny(family)), **SETTINGS, **settings)
+    with pytest.raises(ModelError, match=said):
+        llm.save_weights(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_in_use_is_not_written_to(llama: Path, tmp_path: Path) -> None:
+    llm = LLM(model=str(llama), **SETTINGS)
+    with pytest.raises(ModelError, match="is there already"):
+        llm.save_weights(llama)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="weights cannot be saved in"):
+        llm.save_weights(tmp_path / "file" / "folder")
+    with pytest.raises(ConfigError, match="folder=7 is no path"):
+        llm.save_weights(7)  # type: ignore[arg-type]
+
+
+def test_the_command_line_saves_weights(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (f"model={tiny('llama')}", "cache.memory=4MiB", "attention.backend=torch", "device=cpu")
+    assert main(["save-weights", *(f"--set={key}" for key in keys), str(tmp_path / "saved")]) == 0
+    assert "MiB of weights in" in capsys.readouterr().err
+    assert answers(LLM(model=str(tmp_path / "saved"), **SETTINGS)) == answers(LLM(model=str(tiny("llama")), **SETTINGS))

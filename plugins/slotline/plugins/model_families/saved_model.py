@@ -18,7 +18,6 @@ from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 from slotline.registry.errors import ModelError
 from slotline.registry.tensor_reader import SafetensorsReader
 
-
 NOTE = "weights saved after the passes: they are read as they were, and the passes check nothing"
 
 
@@ -57,18 +56,28 @@ def origin_of(hf_model: nn.Module, dtype: str) -> Origin:
 def skeleton(context: ModelContext, saved: SavedWeights) -> Any:
     """Return the model with weights on the meta device, and what it computes itself in host memory."""
     model = random_weights.unfilled(checkpoint.read(context.facts.path), context.dtype, "cpu")
+    hollow(model, saved.tied, saved.dtypes, context.dtype)
+    return inspection.adopted(structure.find_body(model.eval().requires_grad_(False)), binding.slot_attention)
+
+
+def hollow(model: nn.Module, tied: Mapping[str, str], dtypes: Mapping[str, str], dtype: str) -> None:
+    """Put weights on the meta device in the place of a model's own.
+
+    Args:
+        tied, dtypes: see `SavedWeights`.
+        dtype: of the weights without a dtype of their own.
+    """
     made: dict[str, torch.Tensor] = {}
     for name, tensor, computed in list(_named(model)):
         if computed:
             continue
         parent, _, own = name.rpartition(".")
-        module, owner = model.get_submodule(parent), saved.tied.get(name, name)
+        module, owner = model.get_submodule(parent), tied.get(name, name)
         if owner not in made:
-            dtype = getattr(torch, saved.dtypes.get(owner, context.dtype), tensor.dtype)
-            empty = torch.empty_like(tensor, dtype=dtype, device="meta")
+            empty = torch.empty_like(tensor, dtype=_dtype(dtypes.get(owner, dtype)), device="meta")
             made[owner] = nn.Parameter(empty, requires_grad=False) if own in module._parameters else empty
-        (module._parameters if own in module._parameters else module._buffers)[own] = made[owner]  # type: ignore[assignment]
-    return inspection.adopted(structure.find_body(model.eval().requires_grad_(False)), binding.slot_attention)
+        place: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+        place[own] = made[owner]
 
 
 def place_computed(hf_model: nn.Module, device: torch.device) -> None:
@@ -86,7 +95,7 @@ def fill(hf_model: nn.Module, saved: SavedWeights, context: ModelContext, device
         ModelError: if weights are missing, left over, or of other shapes.
     """
     path = context.facts.path
-    places = dict(_empty(hf_model))
+    places = dict(empty_places(hf_model))
     if wrong := sorted(saved.weights.keys() ^ places.keys()):
         raise ModelError(
             f"the weights in {path} are not those of the model after its passes: {listed(wrong)}",
@@ -97,14 +106,21 @@ def fill(hf_model: nn.Module, saved: SavedWeights, context: ModelContext, device
         stored = reader.read(name)
         if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
             raise ModelError(
-                f"{name} in {path} is {list(stored.shape)} of {stored.dtype}, and the model has {list(tensor.shape)} of "
-                f"{tensor.dtype}",
+                f"{name} in {path} is {list(stored.shape)} of {stored.dtype}, "
+                f"and the model has {list(tensor.shape)} of {tensor.dtype}",
                 fix=f"copy the folder again with its {SAVED_WEIGHTS}",
             )
-        _put(module, own, tensor, stored.to(device))
+        put(module, own, tensor, stored.to(device))
 
 
-def _put(module: nn.Module, own: str, empty: torch.Tensor, stored: torch.Tensor) -> None:
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ModelError(f"{SAVED_WEIGHTS} names {name!r}, which is no dtype", fix="save the weights again")
+    return dtype
+
+
+def put(module: nn.Module, own: str, empty: torch.Tensor, stored: torch.Tensor) -> None:
     """Put a weight in the place of an empty one, and of all who hold it."""
     if type(module) is PackedLinear and own == "packed":
         module._buffers[own] = pack(stored)
@@ -114,7 +130,7 @@ def _put(module: nn.Module, own: str, empty: torch.Tensor, stored: torch.Tensor)
         torch.utils.swap_tensors(empty, stored)
 
 
-def _empty(hf_model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
+def empty_places(hf_model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
     """Yield name, module, own name and tensor of each weight without memory, tied ones once."""
     seen: set[int] = set()
     for name, tensor in (*hf_model.named_parameters(), *hf_model.named_buffers()):
@@ -133,9 +149,7 @@ def _named(hf_model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield f"{prefix}.{name}".lstrip("."), tensor, name in module._non_persistent_buffers_set
 
 
-def save(
-    folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], context: ModelContext
-) -> None:
+def save(folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], context: ModelContext) -> None:
     """Write the tensors of a model after its passes.
 
     Raises:

@@ -95,7 +95,9 @@ def read(context: ModelContext) -> SavedWeights:
     except (ClassValidationError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"{file} is no index of saved weights", fix=_AGAIN) from error
     if saved.config_sha256 != _digest(path / "config.json"):
-        raise ModelError(f"{path / 'config.json'} is not the one that the weights in {path} were saved with", fix=_AGAIN)
+        raise ModelError(
+            f"{path / 'config.json'} is not the one that the weights in {path} were saved with", fix=_AGAIN
+        )
     _refuse_unfit(path, saved.fits, conditions(context))
     _refuse_incomplete(path, saved)
     return saved
@@ -194,7 +196,10 @@ def _refuse_unfit(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any
             "slotline": f"install slotline {saved.get(key)}, or {_AGAIN}",
             "transformers": f"install transformers {saved.get(key)}, or {_AGAIN}",
             "stages": f"set parallel.pipeline = 1, or {_AGAIN}",
-            **{name: f"set {name} = {known}, or {_AGAIN}" for name in ("dtype", "device", "optimize", "batch_invariant")},
+            **{
+                name: f"set {name} = {known}, or {_AGAIN}"
+                for name in ("dtype", "device", "optimize", "batch_invariant")
+            },
         }
         raise ModelError(
             f"the weights in {path} were saved with {key} = {known}, and here it is {here}", fix=fix.get(key, _AGAIN)

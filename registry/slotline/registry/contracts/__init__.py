@@ -92,6 +92,7 @@ from slotline.registry.contracts.model_family import (
     ModelParts,
     MultimodalModel,
     ProcessedItem,
+    SavingModel,
     Stage,
 )
 from slotline.registry.contracts.pooling import POOLING_TASKS, Pooler, PoolingMethod, PoolingParams
@@ -243,6 +244,7 @@ __all__ = [
     "ResponseRequest",
     "ResponseStream",
     "SampledRows",
+    "SavingModel",
     "Stage",
     "StateBackend",
     "StateBatch",

@@ -71,9 +71,10 @@ def _fuse(module: nn.Module, target: Target) -> FusedGatedMLP | None:
     linears = [module.get_submodule(name) for name in PROJECTIONS]
     if not all(is_plain_linear(linear, target) for linear in linears) or module._parameters:
         return None
+    weight: torch.Tensor = linears[0].weight  # type: ignore[assignment]
     gate, up, down = (PackedLinear(linear.weight, linear.bias) for linear in linears)  # type: ignore[arg-type]
     for index in range(len(ACTIVATIONS)):
         fused = FusedGatedMLP(gate, up, down, module.get_submodule("act_fn"), index)
-        if target.decisions.decide(partial(equal, module, fused, gate.in_features, linears[0].weight)):
+        if target.decisions.decide(partial(equal, module, fused, gate.in_features, weight)):
             return fused
     return None
