@@ -32,6 +32,7 @@ from slotline.server.page import show_page
 from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
 from slotline.server.profile import start_profile, stop_profile
 from slotline.server.request_record import RequestRecord, begin_record, current_record
+from slotline.server.responses import create_response
 from slotline.server.state import ServerState
 from slotline.server.tokens import detokenize, tokenize
 
@@ -86,6 +87,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/models/{name:path}", show_model, "GET"),
         route("/v1/completions", create_completion),
         route("/v1/chat/completions", create_chat_completion),
+        route("/v1/responses", create_response),
         route("/v1/messages", create_message, anthropic=True),
         route("/v1/embeddings", create_embedding),
         route("/v1/classify", create_classification),

@@ -21,7 +21,7 @@ from slotline.server.keys import Keys
 from slotline.server.run import build_state
 from slotline.server.state import new_id
 
-_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
+_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"})
 
 
 @frozen

@@ -19,7 +19,7 @@ from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
 from slotline.server.errors import as_http_error, unsupported
-from slotline.server.fields import SamplingFields, prompt_options, sampling_params
+from slotline.server.fields import SamplingFields, as_long_as_possible, prompt_options, sampling_params
 from slotline.server.http import DONE, EventStream, begun, event, json_response
 from slotline.server.outputs import ChatLogprobs, Counter, Usage, chat_logprobs, refuse_failed
 from slotline.server.state import ServerState, new_id, within_time
@@ -193,8 +193,7 @@ def _params(state: ServerState, fields: ChatFields) -> SamplingParams:
         fields, max_tokens=most, logprobs=max(1, fields.top_logprobs or 0) if fields.logprobs else None
     )
     if most is None and "max_tokens" not in state.llm.engine.sampling_defaults:
-        given = {name: getattr(params, name) for name in params.given}
-        params = SamplingParams(**{**given, "max_tokens": None})
+        return as_long_as_possible(params)
     return params
 
 

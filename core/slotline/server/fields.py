@@ -149,6 +149,11 @@ def sampling_params(fields: SamplingFields, **more: Any) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def as_long_as_possible(params: SamplingParams) -> SamplingParams:
+    """Return the same parameters for an answer that may take what the model's length leaves."""
+    return SamplingParams(**{**{name: getattr(params, name) for name in params.given}, "max_tokens": None})
+
+
 def prompt_options(fields: SamplingFields) -> dict[str, Any]:
     """Return what else a prompt for `AsyncLLM.generate` may hold."""
     return {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
