@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from running_server import RunningServer, running_server
+from tool_model import make_tool_model
 
 from slotline.core import LLM
 
@@ -21,6 +22,14 @@ def server() -> Iterator[RunningServer]:
 @pytest.fixture(scope="session")
 def embedding_server() -> Iterator[RunningServer]:
     with running_server(task="embed") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the same weights with a chat template for tools and reasoning."""
+    folder = make_tool_model(tmp_path_factory.mktemp("model") / "tools")
+    with running_server(model=str(folder), dtype="float32", **{"observability.check_integrity": True}) as running:
         yield running
 
 

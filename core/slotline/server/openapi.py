@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from attrs import field, frozen
 
-from slotline.server import chat, completions, engine_view, health, messages, models, profile, tokens
+from slotline.server import chat, completions, engine_view, health, messages, models, profile, responses, tokens
 from slotline.server import pooling_fields as pooling
+from slotline.server import responses_fields as response
 from slotline.server.errors import AnthropicErrorBody, ErrorBody, status_text
 from slotline.server.metrics import CONTENT_TYPE
 
@@ -82,6 +83,9 @@ ENDPOINTS = {
     ),
     "/v1/chat/completions": Endpoint(
         "Write the assistant's turn of a conversation.", chat.ChatFields, chat.ChatCompletion, chat.ChatChunk
+    ),
+    "/v1/responses": Endpoint(
+        "Write the assistant's turn as items.", response.ResponsesFields, responses.ResponseResource, Json
     ),
     "/v1/messages": Endpoint(
         "Write the assistant's turn in Anthropic's form.", messages.MessagesFields, messages.Message, Json

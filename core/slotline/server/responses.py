@@ -37,6 +37,10 @@ from slotline.server.tools import Answers, asked_tools, read_answers
 from slotline.text.template import chat_options
 
 
+Progress = Literal["in_progress", "completed", "incomplete", "failed"]
+_STATUS: dict[str, Progress] = {"stop": "completed", "length": "incomplete"}
+
+
 class InputDetails(Struct):
     """Details of a prompt's tokens. None are counted as written to a cache, since all that fit are."""
 
@@ -67,7 +71,7 @@ class ResponseResource(Struct, kw_only=True):
     object: str = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Progress = "in_progress"
     error: dict[str, str] | None = None
     incomplete_details: dict[str, str] | None = None
     model: str
@@ -133,11 +137,13 @@ class Asked:
             count: tokens of the output.
         """
         resource = self.resource
-        resource.status = "incomplete" if one.finish_reason == "length" else "completed"
+        resource.status = _STATUS.get(one.finish_reason or "", "failed")
         if resource.status == "completed":
             resource.completed_at = int(time.time())
-        else:
+        elif resource.status == "incomplete":
             resource.incomplete_details = {"reason": "max_output_tokens"}
+        else:
+            resource.error = {"code": "server_error", "message": "the request was aborted"}
         prompt, thought = len(output.prompt_token_ids), 0
         if writer.turn.reasoning:
             words = await asyncio.to_thread(self.state.llm.tokenizer.encode_word, writer.turn.reasoning)

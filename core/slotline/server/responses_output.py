@@ -18,47 +18,42 @@ Event = tuple[str, dict[str, Any]]
 """Name of an event, and its fields without type and sequence number."""
 
 
-class TextPart(Struct, kw_only=True):
+class TextPart(Struct, kw_only=True, tag_field="type", tag="output_text"):
     """A text of a message."""
 
-    type: str = "output_text"
     text: str = ""
     annotations: list[Any] = []
     logprobs: list[ContentLogprob] = []
 
 
-class ReasoningPart(Struct, kw_only=True):
+class ReasoningPart(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
     """A text of reasoning."""
 
-    type: str = "reasoning_text"
     text: str = ""
 
 
-class OutputMessage(Struct, kw_only=True):
+class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     """A message of the assistant."""
 
     id: str
-    type: str = "message"
     status: str = "in_progress"
     role: str = "assistant"
     content: list[TextPart] = []
 
 
-class OutputReasoning(Struct, kw_only=True):
+class OutputReasoning(Struct, kw_only=True, tag_field="type", tag="reasoning"):
     """Reasoning of the assistant."""
 
     id: str
-    type: str = "reasoning"
     status: str = "in_progress"
     summary: list[Any] = []
     content: list[ReasoningPart] = []
 
 
-class OutputCall(Struct, kw_only=True):
+class OutputCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A call of a function."""
 
     id: str
-    type: str = "function_call"
     status: str = "in_progress"
     call_id: str
     name: str
@@ -94,7 +89,7 @@ class ItemWriter:
                 yield from self._begin(OutputMessage(id=_id("msg")), [TextPart()])
             if isinstance(message := self._open(), OutputMessage) and self._pending:
                 yield self._more_text(message, "")
-            yield from self.end("incomplete" if one.finish_reason == "length" else "completed")
+            yield from self.end("completed" if one.finish_reason == "stop" else "incomplete")
 
     def end(self, status: str) -> Iterator[Event]:
         """Yield the events that end the last item, if it is open."""
