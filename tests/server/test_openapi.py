@@ -16,6 +16,7 @@ from slotline.server.openapi import document as document_of
 
 PROMPT = {"prompt": "def main(", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "x = "}], "max_tokens": 2, "temperature": 0}
+RESPONSE = {"input": "x = ", "max_output_tokens": 2, "include": ["message.output_text.logprobs"]}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -87,6 +88,8 @@ def test_the_state_has_the_form_of_the_document(path: str, document: dict[str, A
         ("/v1/completions", {**PROMPT, **STREAM}),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "response_format": SCHEMA}),
         ("/v1/chat/completions", {**CHAT, **STREAM, "logprobs": True}),
+        ("/v1/responses", RESPONSE),
+        ("/v1/responses", {**RESPONSE, "stream": True}),
         ("/v1/messages", CHAT),
         ("/v1/messages", {**CHAT, "stream": True}),
         ("/tokenize", {"prompt": "def main(", "return_token_strs": True}),

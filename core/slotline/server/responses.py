@@ -36,7 +36,6 @@ from slotline.server.state import ServerState, new_id, within_time
 from slotline.server.tools import Answers, asked_tools, read_answers
 from slotline.text.template import chat_options
 
-
 Progress = Literal["in_progress", "completed", "incomplete", "failed"]
 _STATUS: dict[str, Progress] = {"stop": "completed", "length": "incomplete"}
 
