@@ -200,9 +200,16 @@ def _constraint(fields: SamplingFields) -> StructuredOutputsParams | None:
                 fix="give {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}",
             )
         return StructuredOutputsParams(json=form.json_schema.schema)
-    if fields.structured_outputs is None:
-        return None
+    return None if fields.structured_outputs is None else as_constraint(fields.structured_outputs)
+
+
+def as_constraint(given: dict[str, Any]) -> StructuredOutputsParams:
+    """Return `structured_outputs` of a request as parameters.
+
+    Raises:
+        RequestError: for a wrong name or value.
+    """
     try:
-        return StructuredOutputsParams(**fields.structured_outputs)
+        return StructuredOutputsParams(**given)
     except TypeError as error:
         raise RequestError(f"structured_outputs: {error}", fix="name one kind of constraint, as 'json'") from error

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's form of the assistant's turn. Thoughts and tool calls are not served."""
+"""`/v1/messages`: Anthropic's form of the assistant's turn."""
 
 from __future__ import annotations
 
@@ -12,57 +12,28 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
 from slotline.server.errors import as_http_error, unsupported
-from slotline.server.fields import Fields
+from slotline.server.fields import as_constraint
 from slotline.server.http import EventStream, begun, json_response, named_event
+from slotline.server.messages_fields import MessagesFields, as_chat, choice_for_chat, tools_for_chat
+from slotline.server.messages_output import Block, BlockWriter
 from slotline.server.outputs import refuse_failed
 from slotline.server.state import ServerState, new_id, within_time
+from slotline.server.tools import Answers, Turn, asked_tools, read_answers
 from slotline.text.template import chat_options
 
-
-class MessagesFields(Fields, kw_only=True):
-    """The body of a request. The remaining fields are slotline's own."""
-
-    messages: list[dict[str, Any]]
-    max_tokens: int
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    container: Any = None
-    mcp_servers: Any = None
-    context_management: Any = None
-
-    seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-
-
-_UNSERVED = ("tools", "tool_choice", "container", "mcp_servers", "context_management")
+_UNSERVED = ("container", "mcp_servers", "context_management")
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "min_p", "repetition_penalty", "max_tokens")
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
-
-
-class TextBlock(Struct, kw_only=True):
-    """A text of the turn."""
-
-    type: str = "text"
-    text: str
+_SWITCH = "enable_thinking"
+"""The variable of templates that switches reasoning on and off."""
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+Ending = tuple[StopReason | None, str | None]
+"""Why the turn ended, and the stop sequence that it ended with."""
 
 
 class MessagesUsage(Struct):
@@ -81,7 +52,7 @@ class Message(Struct, kw_only=True):
     type: str = "message"
     role: str = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[Block]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage
@@ -89,7 +60,11 @@ class Message(Struct, kw_only=True):
 
 @frozen(kw_only=True)
 class Asked:
-    """A request as it was understood."""
+    """A request as it was understood.
+
+    Attributes:
+        answers: how the text of the output is read.
+    """
 
     state: ServerState
     id: str
@@ -97,14 +72,15 @@ class Asked:
     adapter: AdapterChoice
     prompt: dict[str, Any]
     params: SamplingParams
+    answers: Answers
 
     def outputs(self, kind: Any) -> AsyncGenerator[RequestOutput]:
         """Return the outputs of the prompt."""
         return self.state.generate(self.prompt, self.params, self.adapter, kind)
 
-    def message(self, content: list[TextBlock], usage: MessagesUsage, one: CompletionOutput | None = None) -> Message:
-        """Return the turn so far, or with its end if there is an output."""
-        reason, sequence = (None, None) if one is None else _ending(one)
+    def message(self, content: list[Block], usage: MessagesUsage, ending: Ending = (None, None)) -> Message:
+        """Return the turn so far, or with its end."""
+        reason, sequence = ending
         return Message(
             id=self.id, model=self.name, content=content, stop_reason=reason, stop_sequence=sequence, usage=usage
         )
@@ -120,9 +96,11 @@ async def create_message(state: ServerState, request: Request) -> Response:
     for name in _UNSERVED:
         if getattr(fields, name):
             raise unsupported(name)
-    if fields.thinking is not None and fields.thinking.get("type") != "disabled":
+    if _thinks(fields) and state.llm.engine.response_parser is None:
         raise unsupported("thinking")
     values = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+    if (constraint := _constraint(fields)) is not None:
+        values["structured_outputs"] = constraint
     params = SamplingParams(stop=fields.stop_sequences, **values)
     state.admit(1)
     asked = await _understood(state, fields, params)
@@ -131,53 +109,66 @@ async def create_message(state: ServerState, request: Request) -> Response:
     return json_response(await state.answer(request, _whole(asked)))
 
 
+def _thinks(fields: MessagesFields) -> bool:
+    return fields.thinking is not None and fields.thinking.type != "disabled"
+
+
+def _constraint(fields: MessagesFields) -> StructuredOutputsParams | None:
+    form = fields.output_config and fields.output_config.format
+    if form and fields.structured_outputs is not None:
+        raise RequestError("output_config.format and structured_outputs together", fix="give one of them")
+    if form:
+        return StructuredOutputsParams(json=form.schema)
+    return None if fields.structured_outputs is None else as_constraint(fields.structured_outputs)
+
+
 async def _understood(state: ServerState, fields: MessagesFields, params: SamplingParams) -> Asked:
     name, adapter = state.model(fields.model)
-    messages = [_plain(message) for message in fields.messages]
-    if fields.system:
-        messages.insert(0, {"role": "system", "content": _text(fields.system)})
-    prefilled = bool(messages) and messages[-1].get("role") == "assistant"  # the turn goes on from it
-    options = chat_options(fields.chat_template_kwargs, {}, continue_final_message=prefilled)
+    messages = as_chat(fields.messages, fields.system)
+    tools, chosen = tools_for_chat(fields.tools), fields.tool_choice
+    called = asked_tools(
+        state.llm.engine,
+        tools,
+        choice_for_chat(chosen, tools),
+        not (chosen is not None and chosen.disable_parallel_tool_use),
+    )
+    options = chat_options(
+        fields.chat_template_kwargs,
+        _variables(state, fields),
+        continue_final_message=bool(messages) and messages[-1].get("role") == "assistant",  # the turn goes on from it
+        tools=tools if called.calls else None,
+    )
     prompt = await state.llm.chat_prompt(await as_messages(messages), options)
+    answers, params = read_answers(state.llm.engine, called, prompt, reasoning=_thinks(fields), params=params)
     more = {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
-    return Asked(state=state, id=new_id("msg"), name=name, adapter=adapter, prompt=prompt | more, params=params)
+    return Asked(
+        state=state,
+        id=new_id("msg"),
+        name=name,
+        adapter=adapter,
+        prompt=prompt | more,
+        params=params,
+        answers=answers,
+    )
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its blocks as parts of OpenAI's form."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [_part(block) for block in content]}
+def _variables(state: ServerState, fields: MessagesFields) -> dict[str, Any]:
+    """Return variables for the template: its switch for reasoning, if it has one, and the effort."""
+    variables: dict[str, Any] = {}
+    switched = _SWITCH in (fields.chat_template_kwargs or {})
+    if not switched and state.llm.tokenizer.template_reads(_SWITCH):
+        variables[_SWITCH] = _thinks(fields)
+    if fields.output_config and fields.output_config.effort:
+        variables["reasoning_effort"] = fields.output_config.effort
+    return variables
 
 
-def _part(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "image" and isinstance(source := block.get("source"), dict):
-        if source.get("type") != "base64":
-            raise RequestError("an image's source is no base64", fix="send the image itself; nothing is fetched")
-        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    if kind == "text":
-        return {"type": "text", "text": block.get("text")}  # without marks for a cache that is always on
-    return block
-
-
-def _text(system: str | list[dict[str, Any]]) -> str:
-    if isinstance(system, str):
-        return system
-    texts = [block.get("text") for block in system if block.get("type") == "text"]
-    if len(texts) != len(system) or not all(isinstance(text, str) for text in texts):
-        raise RequestError("system has a block that is no text", fix="give a text, or blocks of type text")
-    return "\n".join(map(str, texts))
-
-
-def _ending(one: CompletionOutput) -> tuple[StopReason, str | None]:
+def _ending(one: CompletionOutput, turn: Turn) -> Ending:
     if one.finish_reason == "length":
         return "max_tokens", None
     if isinstance(one.stop_reason, str):
         return "stop_sequence", one.stop_reason
-    return "end_turn", None
+    return ("tool_use" if turn.calls else "end_turn"), None
 
 
 def _usage(output: RequestOutput, count: int) -> MessagesUsage:
@@ -191,12 +182,15 @@ async def _whole(asked: Asked) -> Message:
         (output,) = [output async for output in outputs]
     (one,) = output.outputs
     refuse_failed(one)
-    return asked.message([TextBlock(text=one.text)], _usage(output, len(one.token_ids)), one)
+    writer = BlockWriter(turn=asked.answers.turn())
+    for _ in writer.read(one):
+        pass
+    return asked.message(writer.blocks, _usage(output, len(one.token_ids)), _ending(one, writer.turn))
 
 
 async def _events(asked: Asked) -> AsyncGenerator[bytes]:
-    """Yield the events of the answer: the message, one block of text that grows, its end."""
-    count, began = 0, False
+    """Yield the events of the answer: the message, blocks that grow, its end."""
+    count, began, writer = 0, False, BlockWriter(turn=asked.answers.turn())
     try:
         async with aclosing(within_time(asked.outputs("delta"), asked.state.config.request_timeout)) as outputs:
             async for output in outputs:
@@ -204,30 +198,20 @@ async def _events(asked: Asked) -> AsyncGenerator[bytes]:
                 refuse_failed(one)
                 if not began:
                     began = True
-                    for name, event in _beginning(asked, output):
-                        yield named_event(name, event)
+                    yield _event("message_start", message=asked.message([], _usage(output, 0)))
                 count += len(one.token_ids)
-                if one.text:
-                    delta = {"type": "text_delta", "text": one.text}
-                    yield named_event(*_typed("content_block_delta", index=0, delta=delta))
+                for name, values in writer.read(one):
+                    yield _event(name, **values)
                 if one.finish_reason is not None:
-                    reason, sequence = _ending(one)
-                    yield named_event(*_typed("content_block_stop", index=0))
+                    reason, sequence = _ending(one, writer.turn)
                     end = {"stop_reason": reason, "stop_sequence": sequence}
-                    yield named_event(*_typed("message_delta", delta=end, usage=_usage(output, count)))
-                    yield named_event(*_typed("message_stop"))
+                    yield _event("message_delta", delta=end, usage=_usage(output, count))
+                    yield _event("message_stop")
     except Exception as error:
         if not began:
             raise
         yield named_event("error", as_http_error(error).anthropic())
 
 
-def _beginning(asked: Asked, output: RequestOutput) -> list[tuple[str, dict[str, Any]]]:
-    return [
-        _typed("message_start", message=asked.message([], _usage(output, 0))),
-        _typed("content_block_start", index=0, content_block=TextBlock(text="")),
-    ]
-
-
-def _typed(name: str, **values: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"type": name, **values}
+def _event(name: str, **values: Any) -> bytes:
+    return named_event(name, {"type": name, **values})

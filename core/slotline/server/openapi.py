@@ -11,7 +11,18 @@ from typing import Any
 import msgspec
 from attrs import field, frozen
 
-from slotline.server import chat, completions, engine_view, health, messages, models, profile, responses, tokens
+from slotline.server import (
+    chat,
+    completions,
+    engine_view,
+    health,
+    messages,
+    messages_fields,
+    models,
+    profile,
+    responses,
+    tokens,
+)
 from slotline.server import pooling_fields as pooling
 from slotline.server import responses_fields as response
 from slotline.server.errors import AnthropicErrorBody, ErrorBody, status_text
@@ -88,7 +99,7 @@ ENDPOINTS = {
         "Write the assistant's turn as items.", response.ResponsesFields, responses.ResponseResource, Json
     ),
     "/v1/messages": Endpoint(
-        "Write the assistant's turn in Anthropic's form.", messages.MessagesFields, messages.Message, Json
+        "Write the assistant's turn in Anthropic's form.", messages_fields.MessagesFields, messages.Message, Json
     ),
     "/v1/embeddings": Endpoint("Compute an embedding of each input.", pooling.EmbeddingFields, pooling.Embeddings),
     "/v1/classify": Endpoint("Compute the class of each input.", pooling.ClassifyFields, pooling.Classification),

@@ -111,6 +111,10 @@ class Tokenizer:
         )
         return self._encode(text, add_special_tokens=False)
 
+    def template_reads(self, name: str) -> bool:
+        """Return True if the chat template reads a variable of this name. False if there is no template."""
+        return bool(self._hf.chat_template) and name in chat_template(self._template_source(ChatOptions())).names
+
     def _template_source(self, options: ChatOptions) -> str:
         if not self._hf.chat_template and options.chat_template is None:
             raise RequestError(
