@@ -26,8 +26,12 @@ def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
         yield random_checkpoint(path, Path(folder), loaded.config.dtype)
 
 
-def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
-    """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
+def random_checkpoint(source: Path, target: Path, dtype: str = "auto", *, shards: int = 1) -> Path:
+    """Write a checkpoint of `source`'s configuration with seeded random weights into `target`.
+
+    Args:
+        shards: about so many files of weights.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -39,7 +43,9 @@ def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
     logging.disable_progress_bar()
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are faster there
-            AutoModelForCausalLM.from_config(config, dtype=kept, trust_remote_code=False).save_pretrained(target)
+            model = AutoModelForCausalLM.from_config(config, dtype=kept, trust_remote_code=False)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        model.save_pretrained(target, **({"max_shard_size": size // shards + 1} if shards > 1 else {}))
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -14,6 +14,7 @@ from slotline.plugins.model_families import composite, rope_fields, sentence_tra
 from slotline.plugins.model_families.decoder import CLASSIFIERS, EMBEDDERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
+from slotline.registry.contracts.model_family import SAVED_WEIGHTS
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_object
 
@@ -180,8 +181,13 @@ def require_weights(path: Path) -> None:
     """Check that the folder holds weights.
 
     Raises:
-        ModelError: if it holds neither safetensors nor a torch file.
+        ModelError: if it holds neither safetensors nor a torch file, or weights as they are after the passes.
     """
+    if (path / SAVED_WEIGHTS).is_file():
+        raise ModelError(
+            f"{path} holds weights that `LLM.save_weights` wrote, which are read only as an engine's model",
+            fix="name the checkpoint that they were made from",
+        )
     if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
         raise ModelError(
             f"{path} holds no weights: none of {', '.join(WEIGHT_FILES)}",

@@ -27,6 +27,7 @@ from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.quantized import load as quantized
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.errors import ModelError
+from slotline.registry.read_ahead import read_ahead
 
 logger = logging.getLogger("slotline")
 
@@ -62,14 +63,18 @@ def load_transformers_model(
     checkpoint.require_weights(path)
     weight_files.refuse_adapter(path)
     tensors = weight_files.tensors_of(path, found.config)
+    files = [tensor.file for tensor in tensors]
     state, dtype, served = None, torch_dtype(context.dtype), found
     if weights is not None and not weights.online:
         composite.refuse_quantized(found)
+        read_ahead(files, progress=context.progress)
         found = quantized.with_slots(found, weights, dtype)
         state, tensors = quantized.plain_state(found, tensors, weights, dtype)
     weight_files.refuse_quantized(tensors)
     weight_sizes.refuse_larger(found, tensors)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    if state is None:
+        read_ahead(files, progress=context.progress)
     report_of = _Reports()
     try:
         with _no_progress_bars(), report_of.kept():

@@ -16,6 +16,7 @@ from slotline.plugins.model_families.passes.packed_linear import PackedLinear, p
 from slotline.plugins.model_families.saved_weights import SavedWeights
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 from slotline.registry.errors import ModelError
+from slotline.registry.read_ahead import read_ahead
 from slotline.registry.tensor_reader import SafetensorsReader
 
 NOTE = "weights saved after the passes: they are read as they were, and the passes check nothing"
@@ -101,6 +102,7 @@ def fill(hf_model: nn.Module, saved: SavedWeights, context: ModelContext, device
             f"the weights in {path} are not those of the model after its passes: {listed(wrong)}",
             fix="save them again from the checkpoint that they were made from",
         )
+    read_ahead((path / name for name in saved.files), progress=context.progress)
     reader = SafetensorsReader(path)
     for name, (module, own, tensor) in places.items():
         stored = reader.read(name)
