@@ -127,9 +127,7 @@ def rows_of(folder: Path, form: str, load: Callable[[], Any], runs: int) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", required=True, type=Path, help="a folder with a config.json"
-    )
+    parser.add_argument("--model", required=True, type=Path, help="a folder with a config.json")
     parser.add_argument("--keep", action="store_true", help="use the folder's own weights")
     parser.add_argument("--shards", type=at_least(1), default=1, help="files of the random weights, about")
     parser.add_argument("--device", default="cpu")

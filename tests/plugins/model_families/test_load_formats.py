@@ -108,7 +108,7 @@ def test_row_133_saved_weights_answer_as_the_checkpoint(
     assert answers(again) == answers(first)
     torch.testing.assert_close(log_probabilities(again), log_probabilities(first), rtol=0, atol=2e-6)
     assert again.plan.dtype == first.plan.dtype
-    assert set(first.engine.notes) <= set(again.engine.notes)
+    assert {note for note in first.engine.notes if "lean loop" not in note} <= set(again.engine.notes)
     assert "weights saved after the passes" in again.engine.notes[0]
 
 
@@ -128,6 +128,7 @@ def test_passes_check_nothing_when_saved_weights_are_read(llama: Path, monkeypat
         monkeypatch.setattr(module, name, refuse)
     notes = " ".join(LLM(model=str(llama), **SETTINGS).engine.notes)
     assert "fused activation and product into" in notes
+    assert "lean loop over the layers, checked when the weights were saved" in notes
     assert "straight calls with residuals added inside the products in" in notes
 
 

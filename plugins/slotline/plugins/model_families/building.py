@@ -99,7 +99,7 @@ def _build_saved(context: ModelContext) -> Built:
     saved = saved_weights.read(context)
     hf_model = saved_model.skeleton(context, saved)
     origin = saved_model.origin_of(hf_model, context.dtype)
-    origin = evolve(origin, decisions=Decisions(saved.answers, known=True), notes=tuple(saved.notes))
+    origin = evolve(origin, decisions=Decisions(saved.answers, known=True), notes=tuple(saved.notes), lean=saved.lean)
     holder, notes = _bind(hf_model, context)
     device = torch.device("cpu" if context.offload_bytes else context.device)
     saved_model.place_computed(hf_model, device)

@@ -30,6 +30,7 @@ class Origin:
         tied, dtypes: see `SavedWeights`.
         computed: names of buffers that the model computes from its configuration.
         decisions: of the passes.
+        lean: True if the loop over the layers is ours.
         notes: what was done to the model, in words.
     """
 
@@ -37,6 +38,7 @@ class Origin:
     dtypes: dict[str, str] = field(factory=dict)
     computed: frozenset[str] = frozenset()
     decisions: Decisions = field(factory=Decisions)
+    lean: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -168,6 +170,7 @@ def save(folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], conte
         tied=origin.tied,
         dtypes=origin.dtypes,
         answers=origin.decisions.answers,
+        lean=origin.lean,
         notes=list(origin.notes),
     )
     kept = {name: tensor for name, tensor in tensors.items() if name not in origin.computed}

@@ -46,6 +46,7 @@ class SavedWeights:
         tied: names of parameters before the passes that are another one, with the name of that one.
         dtypes: dtypes of tensors before the passes that have another one than the model.
         answers: of the passes' checks.
+        lean: True if our loop over the layers gave the model's own logits.
         notes: what was done to the model before it was saved, in words.
     """
 
@@ -57,6 +58,7 @@ class SavedWeights:
     tied: dict[str, str] = field(factory=dict)
     dtypes: dict[str, str] = field(factory=dict)
     answers: list[Any] = field(factory=list)
+    lean: bool = False
     notes: list[str] = field(factory=list)
 
 
@@ -132,9 +134,8 @@ def write(folder: Path, saved: SavedWeights, tensors: Mapping[str, torch.Tensor]
         scratch.chmod(0o755)
         os.replace(scratch, folder)
     except OSError as error:
-        raise ModelError(
-            f"weights cannot be saved in {folder}: {error}", fix="free some space, or name another folder"
-        ) from error
+        fix = "free some space, or name another folder"
+        raise ModelError(f"weights cannot be saved in {folder}: {error}", fix=fix) from error
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -23,7 +23,7 @@ from slotline.plugins.model_families.adapters import Adaptation
 from slotline.plugins.model_families.decoder import SERVED, DecoderOptions
 from slotline.plugins.model_families.fast_prefill import keep_wanted
 from slotline.plugins.model_families.logits import NoHead, head_of
-from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
+from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
@@ -92,7 +92,10 @@ class DecoderModel:
         vetted = type(self.hf_model).__name__ in SERVED
         self._head = head_of(self.hf_model, vetted=vetted) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
-        self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, self._parts, lean=options.lean)
+        self._loop, loop_notes = choose_loop(
+            self.hf_model, self._holder, self._head, self._parts, lean=options.lean, known=self._origin.lean
+        )
+        self._origin.lean = isinstance(self._loop, LeanLoop)
         keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self.notes: tuple[str, ...] = built.notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
