@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import socket
@@ -38,6 +39,11 @@ def client(server: RunningServer) -> Iterator[httpx.Client]:
         ("completions", b'{"prompt": "\xff"}', 400, "invalid_json", "the body is no JSON"),
         ("completions", {}, 400, "wrong_type", "missing required field `prompt`"),
         ("completions", {**GOOD, "max_tokens": "8"}, 400, "wrong_type", "max_tokens: expected `int | null`"),
+        ("completions", {**GOOD, "max_tokens": 2.0}, 200, None, None),
+        ("completions", {**GOOD, "max_tokens": 2.5}, 400, "wrong_type", "max_tokens: expected `int | null`"),
+        ("completions", {**GOOD, "max_tokens": 1e300}, 400, "wrong_type", "max_tokens: expected `int | null`"),
+        ("completions", b'{"extra_args": {"x":' + b"[" * 5000, 400, "invalid_json", "nested too deeply"),
+        ("completions", {**GOOD, "structured_outputs": {"json": {"$ref": "#"}}}, 400, "invalid_value", "no text fits"),
         ("completions", {**GOOD, "max_tokens": 0}, 400, "invalid_value", "max_tokens=0 without echo"),
         ("completions", {**GOOD, "prompt": []}, 400, "invalid_value", "prompt is an empty list"),
         ("completions", {**GOOD, "prompt": ["x", 1]}, 400, "invalid_value", "prompt mixes texts and token ids"),
@@ -92,7 +98,7 @@ def test_an_unknown_path_and_a_wrong_method_have_their_status(client: httpx.Clie
     assert client.get("/v2").json()["error"]["code"] == "not_found"
     answer = client.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert client.get("/v1/models/none").status_code == 404
+    assert client.get("/v1/models/none").status_code == client.get("/v1/models/").status_code == 404
 
 
 def test_texts_become_tokens_and_back(client: httpx.Client) -> None:
@@ -102,7 +108,7 @@ def test_texts_become_tokens_and_back(client: httpx.Client) -> None:
     chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
     assert chat["count"] > 0
     assert client.post("/tokenize", json={}).status_code == 400
-    assert client.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+    assert client.post("/detokenize", json={"tokens": [-1]}).json()["error"]["code"] == "invalid_value"
 
 
 def test_the_state_of_the_server_is_shown(client: httpx.Client) -> None:
@@ -141,8 +147,36 @@ def test_a_client_that_goes_away_aborts_its_request(server: RunningServer, clien
         server.everything_returned()
 
 
-def test_too_many_prompts_at_a_time_get_status_429(server: RunningServer, client: httpx.Client) -> None:
-    body = {**GOOD, "prompt": ["x"] * 1025}
+def test_a_client_that_goes_away_before_its_body_ends_is_no_failure(
+    server: RunningServer, client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    gone = 'slotline:http_responses_total{path="/v1/completions",status="499"}'
+    before = client.get("/metrics").text.partition(gone)[2].splitlines()[:1]
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+    for _ in range(500):
+        if client.get("/metrics").text.partition(gone)[2].splitlines()[:1] != before:
+            break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("the request was not counted with status 499")
+    assert "a request failed" not in caplog.text
+
+
+def test_several_prompts_that_are_refused_leave_no_exception_behind(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert client.post("/v1/completions", json={**GOOD, "prompt": ["x"] * 8, "logprobs": 999}).status_code == 400
+    assert client.post("/v1/completions", json=GOOD).status_code == 200
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", [{"prompt": ["x"] * 1025}, {"n": 1025}, {"best_of": 1025, "temperature": 1}])
+def test_too_many_prompts_at_a_time_get_status_429(asked: Any, server: RunningServer, client: httpx.Client) -> None:
+    body = {**GOOD, **asked}
     answer = client.post("/v1/completions", json=body)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "rate_limit_error"

@@ -326,7 +326,9 @@ class AsyncLLM:
 
         submitted = self._thread.call(submit)
         try:
-            stream = await asyncio.shield(asyncio.wrap_future(submitted))
+            waiting = asyncio.wrap_future(submitted)
+            waiting.add_done_callback(_read)  # also if this task is cancelled before
+            stream = await asyncio.shield(waiting)
             while True:
                 await stream.arrival()
                 ended = stream.ended
@@ -367,3 +369,9 @@ class AsyncLLM:
 def _end(thread: EngineThread, text: ThreadPoolExecutor) -> None:
     thread.close()
     text.shutdown(wait=False)
+
+
+def _read(future: asyncio.Future[Any]) -> None:
+    """Read the exception of a call, so that asyncio does not report one that nobody waits for."""
+    if not future.cancelled():
+        future.exception()

@@ -22,6 +22,7 @@ from slotline.server.errors import as_http_error, unsupported
 from slotline.server.fields import SamplingFields, as_long_as_possible, prompt_options, sampling_params
 from slotline.server.http import DONE, EventStream, begun, event, json_response
 from slotline.server.outputs import ChatLogprobs, Counter, Usage, chat_logprobs, refuse_failed
+from slotline.server.ranges import Messages, Natural, Positive
 from slotline.server.state import ServerState, new_id, within_time
 from slotline.server.tools import Answers, ToolCall, ToolCallDelta, Turn, asked_tools, read_answers
 from slotline.text.template import ChatOptions, chat_options
@@ -30,12 +31,12 @@ from slotline.text.template import ChatOptions, chat_options
 class ChatFields(SamplingFields, kw_only=True):
     """The body of a request."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     model: str | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Natural | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -170,7 +171,7 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     """
     fields = await state.read(request, ChatFields)
     params = _params(state, fields)
-    state.admit(params.n)
+    state.admit(1, params)
     asked = await _understood(state, fields, params)
     if fields.stream:
         return EventStream(await state.answer(request, begun(_events(asked, fields))))

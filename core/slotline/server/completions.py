@@ -17,9 +17,10 @@ from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.errors import as_http_error, unsupported
-from slotline.server.fields import Prompts, SamplingFields, as_prompts, prompt_options, sampling_params
+from slotline.server.fields import SamplingFields, as_prompts, prompt_options, sampling_params
 from slotline.server.http import DONE, EventStream, begun, event, gather_or_cancel, json_response
 from slotline.server.outputs import CompletionLogprobs, Counter, Usage, completion_logprobs, merged, refuse_failed
+from slotline.server.ranges import Natural, Prompts
 from slotline.server.state import ServerState, new_id, within_time
 
 
@@ -28,8 +29,8 @@ class CompletionFields(SamplingFields, kw_only=True):
 
     prompt: Prompts
     model: str | None = None
-    max_tokens: int | None = None
-    logprobs: int | None = None
+    max_tokens: Natural | None = None
+    logprobs: Natural | None = None
     echo: bool | None = None
     suffix: str | None = None
 
@@ -131,7 +132,7 @@ async def create_completion(state: ServerState, request: Request) -> Response:
     """
     fields = await state.read(request, CompletionFields)
     asked = _understood(state, fields)
-    state.admit(len(asked.prompts) * asked.params.n)
+    state.admit(len(asked.prompts), asked.params)
     if fields.stream:
         return EventStream(await state.answer(request, begun(_events(asked, fields))))
     return json_response(await state.answer(request, _whole(asked)))

@@ -13,9 +13,22 @@ from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.server.errors import unsupported
-
-Prompts = str | list[str | int | list[int]]
-"""A text, token ids, or a list of texts or of lists of token ids."""
+from slotline.server.ranges import (
+    Factor,
+    Natural,
+    Outputs,
+    Penalty,
+    Prompts,
+    Scale,
+    Seed,
+    Share,
+    Text,
+    Token,
+    TokenBias,
+    Tokens,
+    TopK,
+    TopP,
+)
 
 
 class Fields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -58,29 +71,29 @@ class SamplingFields(Fields):
     The remaining fields say who asks. They have no effect on the output.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    best_of: int | None = None
+    temperature: Scale | None = None
+    top_p: TopP | None = None
+    n: Outputs | None = None
+    seed: Seed | None = None
+    stop: Text | list[Text] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: TokenBias | None = None
+    best_of: Outputs | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    repetition_penalty: Factor | None = None
+    stop_token_ids: list[Token] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    min_tokens: Natural | None = None
+    prompt_logprobs: Natural | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: list[Text] | None = None
     structured_outputs: dict[str, Any] | None = None
-    guidance_scale: float | None = None
-    negative_prompt: str | None = None
+    guidance_scale: Scale | None = None
+    negative_prompt: Text | None = None
     skip_special_tokens: bool | None = None
     extra_args: dict[str, Any] | None = None
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,23 +26,27 @@ async def read_body(request: Request, most: int) -> bytes:
     """Return the body of a request.
 
     Raises:
-        HttpError: with status 413 if it has more than `most` bytes. The rest is not read.
+        HttpError: with status 413 if it has more than `most` bytes. The rest is not read. With status 499 if the client
+            goes away before its end.
     """
     too_large = HttpError(413, f"the body has more than server.max_body, {most:,} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > most:
         raise too_large
     parts, length = [], 0
-    async for part in request.stream():
-        length += len(part)
-        if length > most:
-            raise too_large
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length > most:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise HttpError(499, "the client has gone", code="client_gone") from error
     return b"".join(parts)
 
 
 async def decode(body: bytes, kind: type[T]) -> T:
-    """Return a body as an object of a kind.
+    """Return a body as an object of a kind. A whole number may be written with a point, as JSON schemas allow it.
 
     Raises:
         msgspec.DecodeError: if it is no JSON or not of this kind.
@@ -52,10 +56,30 @@ async def decode(body: bytes, kind: type[T]) -> T:
         raise HttpError(400, "the body is empty", code="invalid_json")
     try:
         if len(body) < _LARGE:
-            return msgspec.json.decode(body, type=kind)
-        return await asyncio.to_thread(msgspec.json.decode, body, type=kind)
+            return _decoded(body, kind)
+        return await asyncio.to_thread(_decoded, body, kind)
     except UnicodeDecodeError as error:
         raise HttpError(400, f"the body is no JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise HttpError(400, "the body is nested too deeply", code="invalid_json") from error
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    return msgspec.convert(_whole(msgspec.json.decode(body)), kind)
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON whose whole numbers are integers."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return {name: _whole(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 def encode(value: Any) -> bytes:

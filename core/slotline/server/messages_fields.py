@@ -12,6 +12,7 @@ from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 from slotline.server.errors import HttpError, unsupported
 from slotline.server.fields import Fields
+from slotline.server.ranges import Factor, Messages, Positive, Scale, Seed, Share, Text, TopK, TopP
 
 
 class Thinking(Fields):
@@ -68,15 +69,15 @@ class _Tools(Fields):
 class MessagesFields(Fields, kw_only=True):
     """The body of a request. The remaining fields are slotline's own."""
 
-    messages: list[dict[str, Any]]
-    max_tokens: int
+    messages: Messages
+    max_tokens: Positive
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[Text] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Scale | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -87,9 +88,9 @@ class MessagesFields(Fields, kw_only=True):
     mcp_servers: Any = None
     context_management: Any = None
 
-    seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    seed: Seed | None = None
+    min_p: Share | None = None
+    repetition_penalty: Factor | None = None
     structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None

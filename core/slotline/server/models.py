@@ -64,7 +64,10 @@ async def show_model(state: ServerState, request: Request) -> Response:
     Raises:
         HttpError: with status 404 if there is none of this name.
     """
-    name, _ = state.model(request.path_params["name"])
+    name = request.path_params["name"]
+    if not name:
+        raise HttpError(404, "the path ends without a model's name", param="model", code="model_not_found")
+    name, _ = state.model(name)
     return json_response(_card(state, name))
 
 

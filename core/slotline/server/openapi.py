@@ -27,6 +27,7 @@ from slotline.server import pooling_fields as pooling
 from slotline.server import responses_fields as response
 from slotline.server.errors import AnthropicErrorBody, ErrorBody, status_text
 from slotline.server.metrics import CONTENT_TYPE
+from slotline.server.ranges import INSTEAD
 
 Json = dict[str, Any]
 _JSON = "application/json"
@@ -143,7 +144,7 @@ def document(routes: Sequence[Access], *, keys: bool, root: str = "") -> Json:
         "info": {"title": "slotline", "version": version_of("slotline")},
         "servers": [{"url": root or "/"}],
         "paths": paths,
-        "components": {"schemas": _with_plain_texts(components), "securitySchemes": _SCHEMES},
+        "components": {"schemas": _shown(dict(sorted(components.items()))), "securitySchemes": _SCHEMES},
     }
 
 
@@ -185,9 +186,15 @@ def _answer(endpoint: Endpoint, references: dict[Any, Json]) -> Json:
     else:
         content = {_JSON: {"schema": references.get(endpoint.answer, {"type": "object"})}}
     if endpoint.event is not None:
-        event = references.get(endpoint.event, {"type": "object"})
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": event}
+        content["text/event-stream"] = {"schema": _event(references.get(endpoint.event, {"type": "object"}))}
     return {"description": status_text(200), "content": content}
+
+
+def _event(schema: Json) -> Json:
+    """Return the schema of an event of a stream, whose data is JSON of another schema, or says that the stream ends."""
+    value = {"contentMediaType": _JSON, "contentSchema": schema}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, value]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
 
 
 def _statuses(route: Access, *, keys: bool, names: bool) -> set[int]:
@@ -202,9 +209,15 @@ def _statuses(route: Access, *, keys: bool, names: bool) -> set[int]:
     return statuses | ({401, 403} if route.admin else set())
 
 
-def _with_plain_texts(schemas: dict[str, Json]) -> dict[str, Json]:
-    """Return schemas whose descriptions have no indentation of docstrings."""
-    return {
-        name: {**schema, "description": inspect.cleandoc(schema["description"])} if "description" in schema else schema
-        for name, schema in sorted(schemas.items())
-    }
+def _shown(schema: Any) -> Any:
+    """Return a schema with those that stand in place of others, and without the indentation of docstrings."""
+    if isinstance(schema, list):
+        return [_shown(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if INSTEAD in schema:
+        return schema[INSTEAD]
+    shown = {name: _shown(one) for name, one in schema.items()}
+    if isinstance(text := shown.get("description"), str):
+        shown["description"] = inspect.cleandoc(text)
+    return shown

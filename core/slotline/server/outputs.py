@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from slotline.core.api.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
+from slotline.registry.errors import RequestError
 from slotline.server.errors import HttpError
 
 
@@ -52,13 +53,20 @@ class Counter:
         return Usage(prompt, self._completion, prompt + self._completion, PromptDetails(cached))
 
 
+_FAULT = f"{RequestError.__name__}: "
+"""Begins the cause of an output that failed for what the request asks, as a grammar that no text follows."""
+
+
 def refuse_failed(output: CompletionOutput) -> None:
     """Refuse to answer with an output that failed.
 
     Raises:
-        HttpError: with the cause.
+        HttpError: with the cause, and status 400 if the request caused it.
     """
     if output.finish_reason == "error":
+        cause = str(output.stop_reason)
+        if cause.startswith(_FAULT):
+            raise HttpError(400, cause.removeprefix(_FAULT), code="invalid_value")
         raise HttpError(500, f"the request failed: {output.stop_reason}", "server_error", code="request_failed")
 
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from slotline.server.fields import Fields, Prompts
+from slotline.server.fields import Fields
+from slotline.server.ranges import Positive, Prompts
 
 
 class PoolingFields(Fields, kw_only=True):
@@ -21,7 +22,7 @@ class EmbeddingFields(PoolingFields):
     """The body of `/v1/embeddings`."""
 
     input: Prompts
-    dimensions: int | None = None
+    dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
 
@@ -45,7 +46,7 @@ class RerankFields(PoolingFields):
 
     query: str
     documents: list[str]
-    top_n: int | None = None
+    top_n: Positive | None = None
     return_documents: bool | None = None
 
 

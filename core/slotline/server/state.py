@@ -80,8 +80,8 @@ class ServerState:
         """
         return await decode(await read_body(request, self.max_body), kind)
 
-    def admit(self, prompts: int) -> None:
-        """Check that there is room for more prompts.
+    def admit(self, prompts: int, params: SamplingParams | None = None) -> None:
+        """Check that there is room for more prompts. Each output that is sampled for one counts as a prompt.
 
         Raises:
             HttpError: with status 429 if there is none, or 503 if the server ends or its engine failed.
@@ -90,7 +90,8 @@ class ServerState:
             raise error
         if self.draining:
             raise HttpError(503, "the server ends", "server_error", code="draining", headers=(("retry-after", "10"),))
-        if self.llm.num_unfinished + prompts > self.config.max_unfinished:
+        outputs = 1 if params is None else max(params.n, params.best_of or 1)
+        if self.llm.num_unfinished + prompts * outputs > self.config.max_unfinished:
             raise HttpError(
                 429,
                 f"{self.llm.num_unfinished} prompts are unfinished and server.max_unfinished is "

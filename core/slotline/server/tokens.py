@@ -13,6 +13,7 @@ from slotline.server.conversation import as_messages
 from slotline.server.errors import HttpError
 from slotline.server.fields import Fields
 from slotline.server.http import json_response
+from slotline.server.ranges import Messages, Token
 from slotline.server.state import ServerState
 from slotline.text.template import chat_options
 
@@ -22,7 +23,7 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -34,7 +35,7 @@ class TokenizeFields(Fields):
 class DetokenizeFields(Fields):
     """The body of `/detokenize`."""
 
-    tokens: list[int]
+    tokens: list[Token]
     model: str | None = None
 
 
@@ -93,5 +94,7 @@ async def detokenize(state: ServerState, request: Request) -> Response:
     state.model(fields.model)
     size = state.llm.engine.limits.vocab_size
     if wrong := [token for token in fields.tokens if not 0 <= token < size]:
-        raise HttpError(400, f"token {wrong[0]} is none of the {size:,} of the vocabulary", param="tokens")
+        raise HttpError(
+            400, f"token {wrong[0]} is none of the {size:,} of the vocabulary", param="tokens", code="invalid_value"
+        )
     return json_response(Detokenized(await asyncio.to_thread(state.llm.tokenizer.decode, fields.tokens)))

@@ -1,0 +1,137 @@
+"""Requests that schemathesis makes from the OpenAPI document. Each is answered as the document says, or refused."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from running_server import RunningServer
+from schemathesis import Case, GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from slotline.server.openapi import ENDPOINTS
+
+POSTS = sorted(path for path, endpoint in ENDPOINTS.items() if endpoint.body is not None)
+SERVED = ["/detokenize", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/messages"]
+"""Those that the shared server, which generates and has no admin, does not refuse in any case."""
+MOST = 3
+"""Tokens and outputs of a request."""
+
+WORDS = {"type": "string", "pattern": "^[a-z(= ]{1,8}$"}
+FEW = {"type": "integer", "minimum": 1, "maximum": MOST}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "flag", "schema": {"type": "boolean"}}}
+MESSAGE = {
+    "type": "object",
+    "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": WORDS},
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+RIGHT: dict[str, Any] = {
+    "allowed_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4095}, "minItems": 1},
+    "bad_words": {"type": "array", "items": WORDS},
+    "best_of": {"enum": [None, MOST]},
+    "documents": {"enum": [None, [{"title": "x", "text": "y"}]]},
+    "logit_bias": {"enum": [None, {"3": 1.5, "17": -100}]},
+    "max_completion_tokens": FEW,
+    "max_tokens": FEW,
+    "messages": {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3},
+    "modalities": {"enum": [None, ["text"]]},
+    "model": {"enum": ["slotline-small", None]},
+    "n": FEW,
+    "prompt": {"anyOf": [WORDS, {"type": "array", "items": WORDS, "minItems": 1, "maxItems": 3}]},
+    "response_format": {"enum": [None, {"type": "text"}, SCHEMA]},
+    "service_tier": {"enum": [None, "auto"]},
+    "stop_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4095}},
+    "structured_outputs": {"enum": [None, {"choice": ["a", "b"]}, {"regex": "[ab]{1,3}"}]},
+    "system": {"anyOf": [WORDS, {"type": "null"}]},
+    "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 4095}},
+}
+"""Values that this server serves, of fields whose type allows many others."""
+REFUSED = {
+    *("audio", "chat_template_kwargs", "container", "context_management", "extra_args", "function_call", "functions"),
+    *("include_obfuscation", "mcp_servers", "negative_prompt", "prediction", "priority", "store", "suffix"),
+    *("thinking", "tool_choice", "tools", "verbosity", "web_search_options"),
+}
+"""Fields that this server refuses with most values."""
+
+
+@pytest.fixture(scope="module")
+def document(server: RunningServer) -> dict[str, Any]:
+    return httpx.get(f"{server.url}/openapi.json", timeout=60).json()
+
+
+@pytest.fixture(scope="module")
+def narrow(document: dict[str, Any]) -> dict[str, Any]:
+    return narrowed(deepcopy(document))
+
+
+def narrowed(document: dict[str, Any]) -> dict[str, Any]:
+    """A document whose requests are mostly served."""
+    for name, schema in document["components"]["schemas"].items():
+        properties = schema["properties"]
+        if name.endswith("Fields") or name == "StreamOptions":
+            schema["properties"] = {
+                field: RIGHT.get(field, shape) for field, shape in properties.items() if field not in REFUSED
+            }
+            schema["required"] = sorted({*schema["required"], *({"max_tokens"} & set(properties))})
+    document["components"]["schemas"]["TokenizeFields"]["oneOf"] = [
+        {"required": ["prompt"], "properties": {"messages": {"type": "null"}}},
+        {"required": ["messages"], "properties": {"prompt": {"type": "null"}}},
+    ]
+    return document
+
+
+def bound(body: dict[str, Any]) -> None:
+    """Let a request ask for few tokens and outputs."""
+    if body.get("max_tokens", 0) is None or "max_completion_tokens" in body:
+        body["max_tokens"] = MOST
+    for name in ("max_tokens", "max_completion_tokens", "n", "best_of"):
+        if isinstance(value := body.get(name), int | float) and MOST < value <= 16384:
+            body[name] = MOST
+
+
+def ask(server: RunningServer, document: dict[str, Any], path: str, mode: GenerationMode, examples: int) -> list[int]:
+    """Send requests that fit the document, or do not. Return the statuses of the answers."""
+    schema = schemathesis.openapi.from_dict(document)
+    operation, statuses = schema[path]["POST"], list[int]()
+
+    @settings(max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck)
+    @given(operation.as_strategy(generation_mode=mode))
+    def run(case: Case) -> None:
+        if isinstance(case.body, dict) and path.startswith("/v1/"):
+            bound(case.body)
+        answer = case.call(base_url=server.url)
+        assert "Traceback" not in answer.text
+        case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+        statuses.append(answer.status_code)
+
+    run()
+    good = httpx.post(f"{server.url}/v1/completions", json={"prompt": "def main(", "max_tokens": 1}, timeout=60)
+    assert good.status_code == 200
+    server.everything_returned()
+    return statuses
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", SERVED)
+def test_right_requests_are_answered(path: str, examples: int, narrow: dict[str, Any], server: RunningServer) -> None:
+    statuses = ask(server, narrow, path, GenerationMode.POSITIVE, examples)
+    assert statuses.count(200) > len(statuses) // 2
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("path", POSTS)
+def test_wrong_requests_are_refused(path: str, examples: int, document: dict[str, Any], server: RunningServer) -> None:
+    statuses = ask(server, document, path, GenerationMode.NEGATIVE, examples)
+    assert all(400 <= status < 500 for status in statuses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SERVED)
+def test_odd_requests_are_answered_or_refused(path: str, document: dict[str, Any], server: RunningServer) -> None:
+    statuses = ask(server, document, path, GenerationMode.POSITIVE, 25)
+    assert all(status < 500 for status in statuses)
