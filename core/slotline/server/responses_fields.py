@@ -19,6 +19,7 @@ from slotline.server.fields import (
     as_long_as_possible,
     sampling_params,
 )
+from slotline.server.ranges import Natural, Positive
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -75,13 +76,13 @@ class ResponsesFields(SamplingFields, kw_only=True):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Positive | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Natural | None = None
     include: list[str] | None = None
     truncation: str | None = None
     service_tier: str | None = None
