@@ -20,10 +20,11 @@ from slotline.core.api.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from slotline.core.api.prompts import Prompt, of_task
+from slotline.core.api.prompts import Prompt, as_params, of_task
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.llm.best_of import best_of, check_best_of
+from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.deliveries import Deliveries
 from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
@@ -149,6 +150,8 @@ class AsyncLLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str = False,
         tools: Sequence[Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
@@ -159,7 +162,8 @@ class AsyncLLM:
         """Generate the assistant's turn of one conversation and yield its outputs as they come.
 
         Args:
-            messages: the conversation. The other arguments are those of `generate` and `LLM.chat`.
+            messages: the conversation. The other arguments are those of `generate` and `LLM.chat`. With `tool_choice`
+                the last part of each output has its `message`.
             request_id, priority, cache_salt: as in a prompt for `generate`.
 
         Raises:
@@ -172,16 +176,22 @@ class AsyncLLM:
             content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=shown_tools(tools, tool_choice, parallel_tool_calls),
             documents=documents,
         )
         more = {"request_id": request_id, "priority": priority, "cache_salt": cache_salt}
-        prompt = await self.chat_prompt(messages, options)
+        prompt, reader = await self.chat_prompt(messages, options), None
+        if tool_choice is not None:
+            given = as_params(sampling_params, 1, SamplingParams())
+            (reader,) = chat_readers(
+                self.engine, [prompt], given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
+            )
+            sampling_params = reader.params
         async with aclosing(
             self.generate(prompt | more, sampling_params, lora_request=lora_request, output_kind=output_kind)
         ) as outputs:
             async for output in outputs:
-                yield output
+                yield output if reader is None else reader.read(output, deltas=output_kind == "delta")
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None

@@ -19,6 +19,7 @@ from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slotline.llm.best_of import best_of, check_best_of
+from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
@@ -363,6 +364,8 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | str = False,
         tools: Sequence[Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
@@ -384,6 +387,9 @@ class LLM:
             continue_final_message: leave the last message open, so that the output continues it, or the name of the
                 field to continue instead of its content.
             tools: functions with type hints, or JSON schemas.
+            tool_choice: ``none``, ``auto``, ``required`` or ``{"type": "function", "function": {"name": ...}}``. Then
+                each output has a `message` with content, reasoning and calls. None to leave the text unread.
+            parallel_tool_calls: whether there may be several calls, which is the default.
             documents: documents that the template shows in addition to the messages.
             chat_template_kwargs, template_options: variables that the template reads, for example ``enable_thinking``.
 
@@ -398,11 +404,19 @@ class LLM:
             content_format=chat_template_content_format,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=shown_tools(tools, tool_choice, parallel_tool_calls),
             documents=documents,
         )
         prompts = [self.submitter.chat_prompt(conversation, options) for conversation in as_conversations(messages)]
-        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+        more: dict[str, Any] = {"lora_request": lora_request, "progress": progress, "use_tqdm": use_tqdm}
+        if tool_choice is None:
+            return self.generate(prompts, sampling_params, **more)
+        given = as_params(sampling_params, len(prompts), SamplingParams())
+        readers = chat_readers(
+            self.engine, prompts, given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
+        )
+        outputs = self.generate(prompts, [reader.params for reader in readers], **more)
+        return [reader.read(output) for reader, output in zip(readers, outputs, strict=True)]
 
     @known_options
     def stream(

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.llm.turns import Answers, ToolCall, Turn, asked_tools, read_answers
 from slotline.registry.contracts import ContentDelta, ReasoningDelta, ResponseEvent, ResponseRequest
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
@@ -24,7 +25,7 @@ from slotline.server.http import DONE, EventStream, begun, event, json_response
 from slotline.server.outputs import ChatLogprobs, Counter, Usage, chat_logprobs, refuse_failed
 from slotline.server.ranges import Messages, Natural, Positive
 from slotline.server.state import ServerState, new_id, within_time
-from slotline.server.tools import Answers, ToolCall, ToolCallDelta, Turn, asked_tools, read_answers
+from slotline.server.tools import ToolCallDelta, call_delta
 from slotline.text.template import ChatOptions, chat_options
 
 
@@ -272,7 +273,7 @@ def _delta(turn: Turn, event: ResponseEvent) -> Delta:
         return Delta(content=event.text)
     if isinstance(event, ReasoningDelta):
         return Delta(reasoning_content=event.text, reasoning=event.text)
-    return Delta(tool_calls=[turn.delta(event)])
+    return Delta(tool_calls=[call_delta(turn, event)])
 
 
 async def _events(asked: Asked, fields: ChatFields) -> AsyncGenerator[bytes]:

@@ -10,6 +10,7 @@ from typing import TypedDict
 from attrs import define
 from msgspec import DecodeError, ValidationError
 
+from slotline.llm.turns import ToolsError
 from slotline.registry.errors import CapacityError, EngineFailedError, RequestError, SlotlineError
 
 logger = logging.getLogger("slotline.server")
@@ -99,6 +100,8 @@ def as_http_error(error: BaseException) -> HttpError:
         return _undecodable(error)
     if isinstance(error, TimeoutError):
         return HttpError(408, "the request took longer than server.request_timeout", "timeout_error", code="timeout")
+    if isinstance(error, ToolsError):
+        return HttpError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "max_model_len" in error.message else "invalid_value"
         return HttpError(400, str(error), param=_param(error.message), code=code)

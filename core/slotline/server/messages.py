@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.llm.turns import Answers, Turn, asked_tools, read_answers
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
@@ -24,7 +25,6 @@ from slotline.server.messages_fields import MessagesFields, as_chat, choice_for_
 from slotline.server.messages_output import Block, BlockWriter
 from slotline.server.outputs import refuse_failed
 from slotline.server.state import ServerState, new_id, within_time
-from slotline.server.tools import Answers, Turn, asked_tools, read_answers
 from slotline.text.template import chat_options
 
 _UNSERVED = ("container", "mcp_servers", "context_management")

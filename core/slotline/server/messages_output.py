@@ -10,8 +10,8 @@ from attrs import define, field
 from msgspec import Struct
 
 from slotline.core.api.outputs import CompletionOutput
+from slotline.llm.turns import Turn
 from slotline.registry.contracts import ContentDelta, ReasoningDelta, ResponseEvent, ToolArgumentsDelta, ToolCallBegin
-from slotline.server.tools import Turn
 
 Event = tuple[str, dict[str, Any]]
 """Name of an event, and its fields without the type."""

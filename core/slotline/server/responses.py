@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import CompletionOutput, RequestOutput
+from slotline.llm.turns import Answers, asked_tools, read_answers
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
@@ -33,7 +34,6 @@ from slotline.server.responses_fields import (
 from slotline.server.responses_items import as_conversation
 from slotline.server.responses_output import Event, ItemWriter, OutputItem
 from slotline.server.state import ServerState, new_id, within_time
-from slotline.server.tools import Answers, asked_tools, read_answers
 from slotline.text.template import chat_options
 
 Progress = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -10,9 +10,9 @@ from attrs import define, field
 from msgspec import Struct
 
 from slotline.core.api.outputs import CompletionOutput
+from slotline.llm.turns import Turn
 from slotline.registry.contracts import ContentDelta, ReasoningDelta, ResponseEvent, ToolArgumentsDelta, ToolCallBegin
 from slotline.server.outputs import ContentLogprob, chat_logprobs
-from slotline.server.tools import Turn
 
 Event = tuple[str, dict[str, Any]]
 """Name of an event, and its fields without type and sequence number."""

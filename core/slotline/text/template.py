@@ -153,7 +153,7 @@ class ChatTemplate:
         values: dict[str, Any] = {**special, **plain(options.variables)}
         values |= {
             "messages": chat,
-            "tools": plain(_schemas(options.tools)),
+            "tools": plain(tool_schemas(options.tools)),
             "documents": plain(_documents(options.documents)),
             "add_generation_prompt": options.begins_turn,
         }
@@ -262,7 +262,7 @@ def _cut(rendered: str, final: str) -> str:
     return rendered[:mark] if rendered.startswith(_TAG, mark) else rendered[:mark].rstrip()
 
 
-def _schemas(tools: Any) -> list[Any] | None:
+def tool_schemas(tools: Any) -> list[Any] | None:
     """Return tools as JSON schemas. Functions are read by their type hints and docstring.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from attrs import define, field
 
@@ -34,6 +34,7 @@ class CompletionOutput:
         finish_reason: `stop`, `length`, `abort`, `error`, or None while running.
         stop_reason: the stop string or token id that ended it, or the error. None for end-of-sequence.
         cumulative_logprob: sum over the sampled tokens, None unless logprobs were asked for.
+        message: the text as the assistant's message, once it is complete. None unless `chat` was given `tool_choice`.
     """
 
     index: int = 0
@@ -43,6 +44,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
+    message: dict[str, Any] | None = None
 
 
 @define(kw_only=True)
