@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from mutant_trials import until_killed
 
+from slotline.backends.linear.vnni_kernels import lanes
 from slotline.registry.descriptor import Kind
 from slotline.testing import Level, Outcome, all_checks, check_plugin
 from slotline.testing.mutants.linear import CORRECT, MUTANTS
@@ -27,11 +28,21 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["numba", "dequantized", "torch_int8", "torch_int4"])
+@pytest.mark.parametrize("name", ["numba", "vnni", "dequantized", "torch_int8", "torch_int4"])
 def test_ours_passes_all(name):
+    if name == "vnni" and not lanes():
+        pytest.skip("this processor has no dot product of bytes")
     records = check_plugin(f"linear:{name}", level=Level.STATEFUL)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     assert sum(record.outcome is Outcome.PASSED for record in records) > 40
+
+
+@pytest.mark.skipif(lanes() != 16, reason="needs AVX-512 VNNI, which has both widths")
+def test_the_narrow_dot_product_is_right_too(monkeypatch):
+    monkeypatch.setattr("slotline.backends.linear.vnni_kernels.lanes", lambda: 8)
+    records = check_plugin("linear:vnni", level=Level.NUMERICS, only="linear.apply.few")
+    assert sum(record.outcome is Outcome.PASSED for record in records) > 3
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
 
 
 def test_a_whole_engine_gives_the_text_of_the_dequantized_weights():

@@ -17,7 +17,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, log
 
 
 def engine(path: Path, **settings: Any) -> LLM:
-    return LLM(str(path), **{**DEFAULTS, **settings})
+    """Return an engine that rounds no activations, unless `settings` say so."""
+    return LLM(str(path), **{**DEFAULTS, "weights.activation": "none", **settings})
 
 
 def answer(llm: LLM) -> tuple[list[int], list[float]]:

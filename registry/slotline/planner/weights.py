@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from attrs import evolve, frozen
 
@@ -122,6 +122,7 @@ def choose_weights(
         name = module.name if source.online else module.stored
         scheme = source.format.scheme_of(name, module.kind) if name else None
         if scheme is not None:
+            scheme = _permitting(scheme, loaded.config.weights.activation)
             slot = Kind.EXPERTS if module.kind == "experts" else Kind.LINEAR
             extra = (module.experts, module.interleaved, module.activation, module.constants, module.bias)
             found.setdefault((slot, scheme, module.in_features, module.out_features, extra), []).append(module)
@@ -139,6 +140,13 @@ def choose_weights(
         groups.append(group)
         descriptors[slot.value, descriptor.name] = descriptor
     return WeightsChoice(source=source, groups=tuple(groups), descriptors=descriptors)
+
+
+def _permitting(scheme: WeightScheme, asked: Literal["auto", "none", "int8", "fp8"]) -> WeightScheme:
+    """Return a scheme with the rounding of activations that the configuration permits."""
+    if asked == "auto" or (permitted := "" if asked == "none" else asked) == scheme.activation:
+        return scheme
+    return evolve(scheme, activation=permitted, dynamic=True)
 
 
 def with_weights(plan: Plan, loaded: LoadedConfig, registry: PluginRegistry, choice: WeightsChoice) -> Plan:
@@ -161,6 +169,9 @@ def with_weights(plan: Plan, loaded: LoadedConfig, registry: PluginRegistry, cho
                     explicit=asked != "auto",
                 )
             )
+    if (asked := loaded.config.weights.activation) != "auto":
+        where = loaded.origins["weights.activation"].where
+        settings.append(Setting(key="weights.activation", asked=asked, resolved=asked, origin=where, explicit=True))
     if source.online:
         where = loaded.origins["weights.quantize"].where
         settings.append(
@@ -249,7 +260,9 @@ class _Chooser:
         if rounds and rounds != self.scheme.activation:
             permitted = self.scheme.activation or "none"
             text = f"rounded activations: it rounds them to {rounds}, the scheme permits {permitted}"
-            rounding = (Reason(code="N118", text=text, origin=f"model: {self.name}"),)
+            ruled = self.loaded.config.weights.activation != "auto"
+            origin = self.loaded.origins["weights.activation"].where if ruled else f"model: {self.name}"
+            rounding = (Reason(code="N118", text=text, origin=origin),)
         return (*part_reasons(candidate.capabilities, self._needs()), *rounding, *choice)
 
     def _needs(self) -> Iterable[Need]:

@@ -12,6 +12,7 @@ import torch
 from quantized_engines import answer, engine, expected, same
 from safetensors.torch import load_file, save_file
 
+from slotline.backends.linear.vnni_kernels import lanes
 from slotline.core import SamplingParams
 from slotline.plugins.weight_formats.online import quantize
 from slotline.registry.contracts.weights import WeightScheme
@@ -99,21 +100,45 @@ def test_independence_of_the_batch_is_refused_where_no_plugin_promises_it(plain:
     assert "numba: N175 batch invariance: needs it" in refused.value.message
 
 
-@pytest.mark.parametrize("quantize", ["", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("quantize", "activation"), [("", "none"), ("int8", "none"), ("int4", "none"), ("int4", "int8"), ("int8", "auto")]
+)
 def test_a_requests_numbers_are_bitwise_the_same_alone_and_in_a_batch(
-    quantize: str, plain: Path, tmp_path: Path
+    quantize: str, activation: str, plain: Path, tmp_path: Path
 ) -> None:
     path = plain if quantize else written(plain, tmp_path)[0]
-    llm = engine(path, **INVARIANT, **{"weights.quantize": quantize})
-    assert {group.plugin for group in llm.plan.weight_groups} == {"dequantized"}
+    llm = engine(path, **INVARIANT, **{"weights.quantize": quantize, "weights.activation": activation})
+    plugins = {group.plugin for group in llm.plan.weight_groups}
+    assert plugins == {"vnni"} if activation != "none" and lanes() else {"dequantized"}
     against = {(r.name, reason.code) for g in llm.plan.weight_groups for r in g.rejected for reason in r.reasons}
     assert ("numba", "N175") in against
+    assert activation != "none" or not lanes() or ("vnni", "N118") in against
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, detokenize=False)
     prompts = [{"prompt_token_ids": [5, 9, 60, 7 * i + 1][: i + 1]} for i in range(4)]
     alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
     together = [output.outputs[0] for output in llm.generate(prompts, params)]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     assert [one.logprobs for one in together] == [one.logprobs for one in alone]
+
+
+@pytest.mark.skipif(not lanes(), reason="this processor has no dot product of bytes")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_activations_change_a_text_little_and_the_plan_says_so(dtype: str, plain: Path) -> None:
+    settings = {"weights.quantize": "int8", "weights.linear": "vnni", "dtype": dtype}
+    rounded = engine(plain, **settings, **{"weights.activation": "auto"})
+    exact = engine(plain, **{**settings, "weights.linear": "dequantized"})
+    prompt = [{"prompt_token_ids": [5, 9, 60, 7, 81, 3]}]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    found, wanted = (
+        [next(iter(step.values())).logprob for step in llm.generate(prompt, params)[0].prompt_logprobs[1:]]
+        for llm in (rounded, exact)
+    )
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=0.2, rtol=0)
+    assert found != wanted
+    assert "int8 per channel, activations int8" in rounded.plan.explain()
+    with pytest.raises(NegotiationError) as refused:
+        engine(plain, **settings)
+    assert "vnni: N118 rounded activations: it rounds them to int8, the scheme permits none" in refused.value.message
 
 
 def test_the_library_packs_as_our_writer_does() -> None:

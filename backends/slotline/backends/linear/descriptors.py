@@ -23,6 +23,13 @@ def probe_dequantized(device: DeviceInfo) -> Any:
     return evolve(dequantized.capabilities, batch_invariant=Flag(False))
 
 
+def probe_vnni(device: DeviceInfo) -> Any:
+    """Return what products of rounded activations offer on a device."""
+    from slotline.backends.linear.vnni_kernels import lanes
+
+    return vnni.capabilities if lanes() else "this processor has neither AVX-512 VNNI nor AVX-VNNI"
+
+
 dequantized = Descriptor(
     kind=Kind.LINEAR,
     name="dequantized",
@@ -56,6 +63,25 @@ numba = Descriptor(
     ),
     factory="slotline.backends.linear.numba_linear:NumbaLinear",
     summary="int8, int6, int4 and fp8: codes are widened while they are read, compiled by numba",
+)
+vnni = Descriptor(
+    kind=Kind.LINEAR,
+    name="vnni",
+    capabilities=LinearCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=_FLOATS,
+        schemes=Set(("int8", "int6", "int4")),
+        scale_groups=Align(exact=(8, 16), multiple_of=32),
+        offsets=Flag(True),
+        act_order=Flag(True),
+        in_features=Align(multiple_of=32),
+        activation="int8",
+        batch_invariant=Flag(True, "sums of a group are exact, and groups are added in order"),
+        priority=20,
+    ),
+    factory="slotline.backends.linear.vnni_linear:VnniLinear",
+    probe="slotline.backends.linear.descriptors:probe_vnni",
+    summary="int8, int6 and int4 by the processor's dot product of bytes: activations are rounded to int8 in groups",
 )
 torch_int8 = Descriptor(
     kind=Kind.LINEAR,

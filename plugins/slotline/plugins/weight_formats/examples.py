@@ -342,10 +342,10 @@ def _gguf(kind: str, scheme: WeightScheme, size: int, to_bytes: Any, fit: Any = 
 
 def gguf() -> Mapping[str, FormatExample]:
     """Return the types of blocks that stay quantized, as ggml-quants.c lays them out."""
-    four = WeightScheme(name="int4", group=(1, 32))
+    four = WeightScheme(name="int4", group=(1, 32), activation="int8")
     return {
         "Q4_0": _gguf("Q4_0", four, 32, _bytes_q4_0),
-        "Q8_0": _gguf("Q8_0", WeightScheme(name="int8", group=(1, 32)), 32, _bytes_q8_0),
+        "Q8_0": _gguf("Q8_0", WeightScheme(name="int8", group=(1, 32), activation="int8"), 32, _bytes_q8_0),
         "Q4_K": _gguf("Q4_K", evolve(four, symmetric=False), 256, _bytes_q4_k, _fit_q4_k),
-        "Q6_K": _gguf("Q6_K", WeightScheme(name="int6", group=(1, 16)), 256, _bytes_q6_k, _fit_q6_k),
+        "Q6_K": _gguf("Q6_K", WeightScheme(name="int6", group=(1, 16), activation="int8"), 256, _bytes_q6_k, _fit_q6_k),
     }

@@ -19,7 +19,7 @@ class Online:
     """Quantizer of one model. See `slotline.registry.contracts.weight_format.OnlineFormat`.
 
     int8 and fp8 have a scale for each output, int4 has one for each 32 inputs of an output. With int4 the output
-    projection has eight bits: its errors go straight into the logits.
+    projection has eight bits: its errors go straight into the logits. Plugins may round each token to eight bits too.
     """
 
     def __init__(self, context: WeightFormatContext) -> None:
@@ -29,10 +29,10 @@ class Online:
         if name.rpartition(".")[2] in _ROUTERS:
             return None
         if self._method == "int4" and kind != "head":
-            return WeightScheme(name="int4", group=(1, GROUP))
-        if self._method == "fp8":  # a plugin may round each token too
+            return WeightScheme(name="int4", group=(1, GROUP), activation="int8")
+        if self._method == "fp8":
             return WeightScheme(name="fp8", group=(1, 0), activation="fp8")
-        return WeightScheme(name="int8", group=(1, 0))
+        return WeightScheme(name="int8", group=(1, 0), activation="int8")
 
     def read(self, name: str, kind: str) -> QuantizedWeight:
         """Raise, because plain weights are quantized by `quantize`."""

@@ -229,6 +229,13 @@ class WeightsConfig:
             "weight_format plugin offers; empty loads the weights as they are"
         ),
     )
+    activation: Literal["auto", "none", "int8", "fp8"] = field(
+        default="auto",
+        metadata=_doc(
+            "what plugins may round activations to where they multiply by quantized weights: 'auto' is what the "
+            "checkpoint's maker permits, and for `weights.quantize` eight bits"
+        ),
+    )
     linear: str = field(
         default="auto", metadata=_doc("linear plugin for products with quantized weights; 'auto' chooses")
     )

@@ -83,12 +83,23 @@ def _q6_k(blocks: torch.Tensor) -> Decoded:
 
 TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
-        "Q4_0": BlockType(scheme=WeightScheme(name="int4", group=(1, 32)), size=32, num_bytes=18, decode=_q4_0),
-        "Q8_0": BlockType(scheme=WeightScheme(name="int8", group=(1, 32)), size=32, num_bytes=34, decode=_q8_0),
-        "Q4_K": BlockType(
-            scheme=WeightScheme(name="int4", group=(1, 32), symmetric=False), size=256, num_bytes=144, decode=_q4_k
+        "Q4_0": BlockType(
+            scheme=WeightScheme(name="int4", group=(1, 32), activation="int8"), size=32, num_bytes=18, decode=_q4_0
         ),
-        "Q6_K": BlockType(scheme=WeightScheme(name="int6", group=(1, 16)), size=256, num_bytes=210, decode=_q6_k),
+        "Q8_0": BlockType(
+            scheme=WeightScheme(name="int8", group=(1, 32), activation="int8"), size=32, num_bytes=34, decode=_q8_0
+        ),
+        "Q4_K": BlockType(
+            scheme=WeightScheme(name="int4", group=(1, 32), activation="int8", symmetric=False),
+            size=256,
+            num_bytes=144,
+            decode=_q4_k,
+        ),
+        "Q6_K": BlockType(
+            scheme=WeightScheme(name="int6", group=(1, 16), activation="int8"), size=256, num_bytes=210, decode=_q6_k
+        ),
     }
 )
-"""The types that stay quantized. Weights of other types are dequantized when a file is unpacked."""
+"""The types that stay quantized. llama.cpp rounds activations to eight bits for them.
+
+Weights of other types are dequantized when a file is unpacked."""

@@ -1,0 +1,156 @@
+"""Linear plugin `vnni`: products of codes and activations of eight bits, by the CPU's dot product of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from slotline.backends.linear import numba_kernels
+from slotline.backends.linear import vnni_kernels as kernels
+from slotline.backends.linear.torch_threads import torch_team
+from slotline.registry.contracts.linear import LinearContext
+from slotline.registry.contracts.weights import QuantizedWeight
+from slotline.registry.errors import ModelError
+
+X_GROUP = 32
+"""Inputs that are rounded with one scale, where the weight has one scale for each output."""
+ALONE = 1 << 14
+"""Up to so many inputs of all tokens are rounded by the calling thread alone."""
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
+
+
+class VnniLinear:
+    """Product of one scheme and size. See `slotline.registry.contracts.linear.Linear`.
+
+    Inputs are rounded to eight bits, with a scale for each token and group. Inputs are permuted where the scheme has
+    act order.
+    """
+
+    def __init__(self, context: LinearContext) -> None:
+        self._scheme, self._inputs = context.scheme, context.in_features
+        self._kind = kernels.INT4 if context.scheme.name == "int4" else kernels.INT8
+        self._scales = context.scheme.scale_shape(1, context.in_features)[1]
+        self._groups = self._scales if self._scales > 1 else context.in_features // X_GROUP
+        self._narrow = context.dtype == "bfloat16"
+        self._width = kernels.lanes()
+        self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
+        self._team = torch_team() if self._threads > 1 else None
+        self._tail = torch.empty(self._threads, kernels.MOST, self._width)
+        self._rounded = torch.empty(0, dtype=torch.int8)
+        self._numbers = torch.empty(0)
+        self._round = kernels.round_inputs(narrow=self._narrow)
+        self._product = kernels.product(
+            self._width, self._kind, offsets=not context.scheme.symmetric, narrow=self._narrow
+        )
+
+    def pack(self, weight: QuantizedWeight) -> Mapping[str, torch.Tensor]:
+        rows, order, codes = weight.out_features, None, weight.codes
+        if weight.g_idx is not None:
+            order = weight.g_idx.long().argsort(stable=True)
+            if not torch.equal(weight.g_idx.bincount(), torch.full((self._scales,), self._inputs // self._scales)):
+                raise ModelError(
+                    f"g_idx puts unequal numbers of inputs into {self._scales} groups",
+                    fix='set weights.linear = "dequantized"',
+                )
+            codes = codes[:, order]
+        packed = {"codes": self._blocks(codes), "scales": self._by_blocks(weight.scales, rows)}
+        if weight.offsets is not None:
+            packed["offsets"] = self._by_blocks(weight.offsets, rows)
+        return packed if order is None else packed | {"order": order}
+
+    def apply(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int) -> torch.Tensor:
+        if "order" in packed:
+            x = x.index_select(1, packed["order"])
+        tokens, dtype = x.shape[0], x.dtype
+        if dtype == torch.float16:
+            x = x.float()
+        out = x.new_empty(tokens, out_features)
+        if tokens:
+            told = self._told(x, packed, out)
+            self._run(self._round, told, 1 if x.numel() <= ALONE else self._threads)
+            self._run(self._product, told, self._threads)
+        return out.to(dtype)
+
+    def num_bytes(self, out_features: int, in_features: int) -> int:
+        rows = -(-out_features // self._width) * self._width
+        codes = rows * in_features // (2 if self._kind == kernels.INT4 else 1)
+        scales = rows * self._scales * 4 * (1 if self._scheme.symmetric else 2)
+        return codes + scales + (8 * in_features if self._scheme.act_order else 0)
+
+    def _blocks(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return codes [rows, inputs] in the layout of `vnni_kernels`, flat."""
+        low = 8 if self._kind == kernels.INT4 else 128
+        codes = self._padded((codes.to(torch.int16) + low).to(torch.uint8))
+        steps = codes.view(-1, self._width, self._inputs // 4, 4).transpose(1, 2)  # [blocks, steps, lanes, 4]
+        if self._kind == kernels.INT4:
+            pairs = steps.unflatten(1, (-1, 2))
+            steps = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+        return steps.contiguous().flatten()
+
+    def _by_blocks(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return scales [blocks, groups, lanes], those of blocks of rows repeated for each output."""
+        block = self._scheme.group[0] or rows
+        scales = scales.repeat_interleave(block, 0)[:rows] if block > 1 else scales
+        scales = self._padded(scales.expand(rows, self._scales))
+        return scales.view(-1, self._width, self._scales).transpose(1, 2).contiguous()
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a tensor [rows, ..] with zeros after its rows, so that they fill the last block."""
+        missing = -rows.shape[0] % self._width
+        return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows.contiguous()
+
+    def _told(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], out: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return the numbers that a kernel is told."""
+        tokens, offsets = x.shape[0], packed.get("offsets")
+        size = tokens * self._groups
+        if self._rounded.numel() < tokens * self._inputs:
+            self._rounded = self._rounded.new_empty(tokens * self._inputs)
+            self._numbers = self._numbers.new_empty(3 * size)
+        numbers = self._numbers.data_ptr()
+        return np.array(
+            (
+                packed["codes"].data_ptr(),
+                packed["scales"].data_ptr(),
+                0 if offsets is None else offsets.data_ptr(),
+                x.data_ptr(),
+                out.data_ptr(),
+                self._rounded.data_ptr(),
+                numbers,
+                numbers + 4 * size,
+                numbers + 8 * size,
+                self._tail.data_ptr(),
+                out.shape[1],
+                self._inputs,
+                self._groups,
+                tokens,
+                self._threads,
+                0 if self._scales == 1 else 4 * self._width,
+                8 if self._kind == kernels.INT4 else 128,
+            ),
+            np.int64,
+        )
+
+    def _run(self, kernel: Any, told: np.ndarray[Any, Any], threads: int) -> None:
+        told[kernels.THREADS] = threads
+        own = told.ctypes.data
+        if threads == 1:
+            _directly(kernel)(own, 0)
+        elif self._team is None:
+            numba_kernels.on_threads(kernel.address, told, threads)
+        else:
+            member = np.zeros(numba_kernels.PLACES, np.int64)
+            member[numba_kernels.THREADS] = threads
+            team = self._team
+            member[numba_kernels.KERNEL :] = kernel.address, team.thread_num, team.num_threads, own
+            team.run(numba_kernels.member().address, member.ctypes.data, threads)
+
+
+@cache
+def _directly(kernel: Any) -> Any:
+    return _CALL(kernel.address)
