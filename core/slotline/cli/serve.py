@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from slotline.cli.command import Command, add_config_options, overrides
-from slotline.registry.config import load_config
+from slotline.cli.command import Command, add_config_options, load
+from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError
 
 _MODULES = frozenset({"starlette", "uvicorn", "msgspec", "prometheus_client"})
@@ -42,9 +41,17 @@ def needs_extra() -> Iterator[None]:
 def _run(arguments: argparse.Namespace) -> int:
     with needs_extra():
         from slotline.server.run import serve
+    return serve(server_config(arguments), _say)
+
+
+def server_config(arguments: argparse.Namespace) -> LoadedConfig:
+    """Load the configuration of a server that the options name.
+
+    Raises:
+        ConfigError: listing every fault.
+    """
     given = {"model": arguments.model, "server.host": arguments.host, "server.port": arguments.port}
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return serve(load_config(arguments.config, overrides=overrides(arguments), values=values), _say)
+    return load(arguments, {name: value for name, value in given.items() if value is not None})
 
 
 def _say(text: str) -> None:
