@@ -16,7 +16,7 @@ from slotline.cli.command import (
     print_header,
     print_json,
 )
-from slotline.cli.random_weights import model_folder
+from slotline.cli.random_weights import model_settings
 from slotline.cli.table import print_table
 from slotline.cli.workloads import WORKLOADS, Workload, workload
 from slotline.registry.config import LoadedConfig
@@ -56,16 +56,17 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")
     work = workload(arguments.workload, arguments.scale)
     loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
-    with model_folder(loaded, random=arguments.random_weights) as folder:
-        values = {"model": str(folder), **_length(loaded, work, folder)}
-        llm = LLM(arguments.config, overrides=overrides(arguments), **values)
-        device = llm.engine.device  # of the last stage: its rates count, since the stages run in turn
-        with device_scope(device):
-            before = measure_machine(device, llm.plan.dtype)
-            runs = timed_runs(llm, work, arguments.runs)
-            drafts = drafts_report(llm, work, arguments.runs, median_run(runs))
-            machine = before.better_of(measure_machine(device, llm.plan.dtype))
-        rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
+    model = model_settings(loaded, random=arguments.random_weights)
+    folder = Path(model["model"])
+    values = {**model, **_length(loaded, work, folder)}
+    llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+    device = llm.engine.device  # of the last stage: its rates count, since the stages run in turn
+    with device_scope(device):
+        before = measure_machine(device, llm.plan.dtype)
+        runs = timed_runs(llm, work, arguments.runs)
+        drafts = drafts_report(llm, work, arguments.runs, median_run(runs))
+        machine = before.better_of(measure_machine(device, llm.plan.dtype))
+    rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
     report = _report(llm, work, runs, machine, rows) | {"drafts": drafts}
     if arguments.json:
         print_json(report)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from slotline.planner.auto_config import auto_config
@@ -12,18 +9,18 @@ from slotline.planner.hub import find_hub_model
 from slotline.registry.config import LoadedConfig
 
 
-@contextmanager
-def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
-    """Yield the checkpoint's folder, or a temporary one with random weights if the checkpoint has no weights."""
+def model_settings(loaded: LoadedConfig, *, random: bool) -> dict[str, str]:
+    """Return the settings that name the model, with random weights if the checkpoint has none.
+
+    Args:
+        random: take random weights even if it has its own.
+    """
     from slotline.planner.plan import SMALL_MODEL
 
     hub = find_hub_model(loaded, weights=not random)
     path = hub.folder if hub is not None else loaded.path("model") or SMALL_MODEL
-    if not (path / "config.json").is_file() or (not random and _has_weights(path)):
-        yield path  # the reader refuses a folder that is no checkpoint
-        return
-    with tempfile.TemporaryDirectory(prefix="slotline-bench-") as folder:
-        yield random_checkpoint(path, Path(folder), loaded.config.dtype)
+    made_up = (path / "config.json").is_file() and (random or not _has_weights(path))
+    return {"model": str(path), **({"load.format": "dummy"} if made_up else {})}
 
 
 def random_checkpoint(source: Path, target: Path, dtype: str = "auto", *, shards: int = 1) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotline.builder.counted import counted
 from slotline.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
-from slotline.cli.random_weights import model_folder
+from slotline.cli.random_weights import model_settings
 from slotline.cli.table import print_table
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.errors import ConfigError
@@ -43,17 +43,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if target is not None and not target.resolve().parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {str(target.parent)!r}", fix="make it first")
     loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
-    with model_folder(loaded, random=arguments.random_weights) as folder:
-        cases = _cases(arguments, loaded, folder)
-        settings = _settings(loaded, cases, folder)
+    model = model_settings(loaded, random=arguments.random_weights)
+    cases = _cases(arguments, loaded, model)
+    settings = _settings(loaded, cases, model)
 
-        def configure(more: Mapping[str, Any]) -> LoadedConfig:
-            return load_config(arguments.config, overrides=overrides(arguments), values={**settings, **more})
+    def configure(more: Mapping[str, Any]) -> LoadedConfig:
+        return load_config(arguments.config, overrides=overrides(arguments), values={**settings, **more})
 
-        def shown(trials: list[Any], label: str) -> Iterable[Any]:
-            return counted(trials, label, show=loaded.config.observability.progress)
+    def shown(trials: list[Any], label: str) -> Iterable[Any]:
+        return counted(trials, label, show=loaded.config.observability.progress)
 
-        tuning = Tuner(configure, cases, date=f"{datetime.now(UTC):%Y-%m-%d}", counted=shown).run()
+    tuning = Tuner(configure, cases, date=f"{datetime.now(UTC):%Y-%m-%d}", counted=shown).run()
     kept = written = None
     if tuning.best is not None:
         kept = save_measurements(tuning.measured, tuning.base.facts, tuning.base.plan.device)
@@ -67,12 +67,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if tuning.best is not None else _NOTHING_RAN
 
 
-def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, folder: Path) -> Cases:
+def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, model: Mapping[str, str]) -> Cases:
     from slotline.cli.tuning import cases_for
     from slotline.planner.plan import make_plan
 
-    values = {"model": str(folder)}
-    planned = make_plan(load_config(arguments.config, overrides=overrides(arguments), values=values))
+    planned = make_plan(load_config(arguments.config, overrides=overrides(arguments), values=model))
     if planned.task != "generate":
         raise ConfigError(f"task = {planned.task!r} cannot be timed", fix="`slotline tune` times models that generate")
     scheduler = loaded.config.scheduler
@@ -86,9 +85,9 @@ def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, folder: Path) ->
     )
 
 
-def _settings(loaded: LoadedConfig, cases: Cases, folder: Path) -> dict[str, Any]:
-    """Return the settings of every trial: the folder, no inner bars, and graphs of only the timed sizes."""
-    settings = {"model": str(folder), "observability.progress": False}
+def _settings(loaded: LoadedConfig, cases: Cases, model: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of every trial: the model, no inner bars, and graphs of only the timed sizes."""
+    settings: dict[str, Any] = {**model, "observability.progress": False}
     if loaded.origins["graphs.sizes"].kind == "default":
         settings["graphs.sizes"] = sorted({*cases.batches, cases.mixed})
     return settings

@@ -231,8 +231,9 @@ def _negotiated(
     path = unpacked(registry, source.path)
     family_descriptor, family = family_for(registry, path)
     source = source.of_family(family_descriptor)
-    weight_format = choose_format(loaded, registry, path, family_descriptor) if source.read else None
-    facts = family.inspect(path, **source.look) if weight_format is None else family.inspect(path, quantized=True)  # type: ignore[call-arg]
+    weight_format = choose_format(loaded, registry, path, family_descriptor) if source.quantizable else None
+    looked = source.look if weight_format is None else {"quantized": True, **source.look}
+    facts = family.inspect(path, **looked)
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)

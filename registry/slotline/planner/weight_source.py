@@ -48,6 +48,11 @@ class WeightSource:
         return self.format == "hf" and not (self.hub is not None and self.hub.missing)
 
     @property
+    def quantizable(self) -> bool:
+        """Whether the weights may be quantized: as files, or while a model is loaded."""
+        return self.read or (self.format == "dummy" and bool(self.loaded.config.weights.quantize))
+
+    @property
     def look(self) -> dict[str, Any]:
         """Arguments of `ModelFamily.inspect`: `weights` is False for a folder that needs no weights now."""
         return {} if self.read else {"weights": False}
@@ -75,9 +80,9 @@ class WeightSource:
                 f"load.format = {self.format!r}: model family {descriptor.name!r} reads {formats.describe()}",
                 fix=f"set load.format to one of {formats.describe()}, or name a Hugging Face checkpoint",
             )
-        if self.format != "hf" and (quantize := self.loaded.config.weights.quantize):
+        if self.format == "sharded" and (quantize := self.loaded.config.weights.quantize):
             raise NegotiationError(
-                f"weights.quantize = {quantize!r}: weights of load.format = {self.format!r} are not quantized",
+                f"weights.quantize = {quantize!r}: saved weights are not quantized",
                 fix='set weights.quantize = "", or name a Hugging Face checkpoint',
             )
         if self.format == "hf" and not self.read and formats.refusal("dummy") is not None:

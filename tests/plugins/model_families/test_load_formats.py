@@ -233,10 +233,18 @@ def test_the_sharded_format_needs_a_folder_of_its_own(tiny: Tiny) -> None:
         LLM(model=str(tiny("llama")), **SETTINGS, **{"load.format": "sharded"})
 
 
-@pytest.mark.parametrize("form", ["dummy", "sharded"])
-def test_weights_that_are_not_a_checkpoint_s_are_not_quantized(form: str, llama: Path) -> None:
-    with pytest.raises(NegotiationError, match=f"weights of load.format = '{form}' are not quantized"):
-        LLM(model=str(llama), **SETTINGS, **{"load.format": form, "weights.quantize": "int8"})
+def test_saved_weights_are_not_quantized(llama: Path) -> None:
+    with pytest.raises(NegotiationError, match="saved weights are not quantized"):
+        LLM(model=str(llama), **SETTINGS, **{"weights.quantize": "int8"})
+
+
+def test_random_weights_are_quantized_as_a_checkpoint_s(tiny: Tiny, tmp_path: Path) -> None:
+    folder = bare(tiny("llama"), tmp_path / "bare")
+    settings = {**SETTINGS, "load.format": "dummy", "weights.linear": "dequantized"}
+    plain, quantized = (LLM(model=str(folder), **settings, **{"weights.quantize": q}) for q in ("", "int8"))
+    assert "quantizes the weights at load: int8" in quantized.plan.weight_format
+    difference = torch.tensor(log_probabilities(quantized)) - torch.tensor(log_probabilities(plain))
+    assert 0 < float(difference.abs().max()) < 0.1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from transformers import initialization
 
 from slotline.plugins.model_families import binding, checkpoint, inspection, loading, structure
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.quantized import load as quantized
 from slotline.registry.contracts.model_family import ModelContext
 
 NOTE = "random weights: load.format = 'dummy' reads none"
@@ -20,7 +21,7 @@ _BLOCK = 1 << 20
 def random_model(context: ModelContext) -> Any:
     """Return a model as `loading.load_transformers_model` does, with seeded random weights.
 
-    It is on the device already, unless its parts go to several places.
+    It is quantized if the plan says so, and on the device already, unless its parts go to several places.
     """
     found = checkpoint.read(context.facts.path)
     divided = bool(context.stages or context.offload_bytes)
@@ -28,6 +29,8 @@ def random_model(context: ModelContext) -> Any:
     if context.task != "generate" and hasattr(model, "lm_head"):
         del model.lm_head
     fill(model, float(getattr(found.config.get_text_config(), "initializer_range", None) or 0.02))
+    if (weights := context.weights) is not None:
+        quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
     model = structure.find_body(model.eval().requires_grad_(False))
     return inspection.adopted(model, binding.slot_attention)
 

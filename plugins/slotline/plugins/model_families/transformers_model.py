@@ -46,7 +46,7 @@ class TransformersDecoder:
     def inspect(self, path: Path, *, quantized: bool = False, weights: bool = True) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         if quantized:
-            return quantized_inspect.inspect(Path(path))
+            return quantized_inspect.inspect(Path(path), weights=weights)
         return inspection.inspect(Path(path), weights=weights)
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:

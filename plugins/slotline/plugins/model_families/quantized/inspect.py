@@ -29,14 +29,18 @@ _ACTIVATIONS = {
 }
 
 
-def inspect(path: Path) -> ModelFacts:
+def inspect(path: Path, *, weights: bool = True) -> ModelFacts:
     """Return the facts of a decoder with `ModelFacts.weight_modules`. Its quantization is served elsewhere.
+
+    Args:
+        weights: False for a folder that may hold no weights.
 
     Raises:
         ModelError: if the folder is no checkpoint of a served architecture.
     """
     found = checkpoint.read(path, quantized=True)
-    weight_sizes.require_weights(found)
+    if weights:
+        weight_sizes.require_weights(found)
     facts = inspection.facts_of(found)
     with torch.device("meta"):
         model = found.model_class(found.config)
