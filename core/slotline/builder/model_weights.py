@@ -26,4 +26,6 @@ def build_weights(planned: Planned) -> ModelWeights | None:
         )
         kernel = planned.registry.build(descriptor, context)
         modules |= {m.name: PlannedModule(module=m, scheme=group.scheme, kernel=kernel) for m in group.modules}
-    return ModelWeights(format=choice.source.format, online=choice.source.online, modules=modules)
+    return ModelWeights(
+        format=choice.source.format, online=choice.source.online, modules=modules, method=choice.source.method
+    )

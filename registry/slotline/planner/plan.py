@@ -231,7 +231,9 @@ def _negotiated(
     path = unpacked(registry, source.path)
     family_descriptor, family = family_for(registry, path)
     source = source.of_family(family_descriptor)
-    weight_format = choose_format(loaded, registry, path, family_descriptor) if source.quantizable else None
+    weight_format = None
+    if source.quantizable:
+        weight_format = choose_format(loaded, registry, path, family_descriptor, saved=source.quantized)
     looked = source.look if weight_format is None else {"quantized": True, **source.look}
     facts = family.inspect(path, **looked)
     _refuse_windows(facts)

@@ -14,6 +14,7 @@ from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.json_file import read_object
 from slotline.registry.negotiation import Setting
 
 logger = logging.getLogger("slotline")
@@ -30,12 +31,14 @@ class WeightSource:
         loaded: the configuration.
         hub: the model of the Hub that the folder is of, or None.
         format: ``hf``, ``sharded`` or ``dummy``.
+        quantized: what saved weights were quantized to by `weights.quantize`, "" for plain weights.
     """
 
     path: Path
     loaded: LoadedConfig = field(repr=False)
     hub: HubModel | None = None
     format: str = "hf"
+    quantized: str = ""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -50,7 +53,7 @@ class WeightSource:
     @property
     def quantizable(self) -> bool:
         """Whether the weights may be quantized: as files, or while a model is loaded."""
-        return self.read or (self.format == "dummy" and bool(self.loaded.config.weights.quantize))
+        return self.read or bool(self.quantized or (self.format == "dummy" and self.loaded.config.weights.quantize))
 
     @property
     def look(self) -> dict[str, Any]:
@@ -80,10 +83,12 @@ class WeightSource:
                 f"load.format = {self.format!r}: model family {descriptor.name!r} reads {formats.describe()}",
                 fix=f"set load.format to one of {formats.describe()}, or name a Hugging Face checkpoint",
             )
-        if self.format == "sharded" and (quantize := self.loaded.config.weights.quantize):
+        asked = self.loaded.config.weights.quantize
+        if self.format == "sharded" and asked not in ("", self.quantized):
             raise NegotiationError(
-                f"weights.quantize = {quantize!r}: saved weights are not quantized",
-                fix='set weights.quantize = "", or name a Hugging Face checkpoint',
+                f"weights.quantize = {asked!r}: the weights in {self.path} were saved "
+                + (f"as {self.quantized!r}" if self.quantized else "in full precision, and are read as they are"),
+                fix='set weights.quantize = "", or name the checkpoint that they were made from',
             )
         if self.format == "hf" and not self.read and formats.refusal("dummy") is not None:
             return evolve(self, hub=find_hub_model(self.loaded))
@@ -112,7 +117,8 @@ def find_source(loaded: LoadedConfig, default: Path, *, weights: bool = True) ->
             len(hub.missing),
             hub.missing[0],
         )
-    return WeightSource(path=path, loaded=loaded, hub=hub, format=form)
+    quantized = str(read_object(path / SAVED_WEIGHTS).get("quantize", "")) if form == "sharded" else ""
+    return WeightSource(path=path, loaded=loaded, hub=hub, format=form, quantized=quantized)
 
 
 def _form(path: Path, asked: str) -> str:

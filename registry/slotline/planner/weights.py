@@ -13,6 +13,7 @@ from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.contracts.experts import ExpertsContext
 from slotline.registry.contracts.linear import LinearContext
+from slotline.registry.contracts.model_family import SAVED_WEIGHTS
 from slotline.registry.contracts.weight_format import WeightFormat, WeightFormatContext
 from slotline.registry.contracts.weights import WeightModule, WeightScheme
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -39,12 +40,14 @@ class FormatChoice:
         format: the built reader.
         method: the checkpoint's `quant_method`, or the value of `weights.quantize`.
         online: True if plain weights are quantized at load.
+        saved: True if they were, and are read from a saved folder.
     """
 
     descriptor: Descriptor[Any]
     format: WeightFormat
     method: str
     online: bool
+    saved: bool = False
 
 
 @frozen(kw_only=True, eq=False)
@@ -63,15 +66,18 @@ class WeightsChoice:
 
 
 def choose_format(
-    loaded: LoadedConfig, registry: PluginRegistry, path: Path, family: Descriptor[Any]
+    loaded: LoadedConfig, registry: PluginRegistry, path: Path, family: Descriptor[Any], *, saved: str = ""
 ) -> FormatChoice | None:
     """Return the format that reads a checkpoint's quantized weights, or that quantizes them at load. None if neither.
+
+    Args:
+        saved: the method by which weights were quantized before they were saved.
 
     Raises:
         ModelError: if no plugin reads them.
         NegotiationError: if weights cannot be quantized as asked.
     """
-    asked = loaded.config.weights.quantize
+    asked = loaded.config.weights.quantize or saved
     config, method = _quantization_of(registry, path)
     if asked and method:
         raise NegotiationError(
@@ -100,6 +106,7 @@ def choose_format(
         format=registry.build(descriptor, context),
         method=asked or method,
         online=bool(asked),
+        saved=bool(saved),
     )
 
 
@@ -152,7 +159,7 @@ def _permitting(scheme: WeightScheme, asked: Literal["auto", "none", "int8", "fp
 def with_weights(plan: Plan, loaded: LoadedConfig, registry: PluginRegistry, choice: WeightsChoice) -> Plan:
     """Return the plan with the decisions for quantized weights."""
     source = choice.source
-    done = "quantizes the weights at load" if source.online else "reads the weights"
+    done = "quantizes the weights at load" if source.online and not source.saved else "reads the weights"
     record = registry.record(Kind.WEIGHT_FORMAT, source.descriptor.name)
     settings = []
     for key, slot in (("linear", "linear"), ("experts", "experts")):
@@ -173,9 +180,11 @@ def with_weights(plan: Plan, loaded: LoadedConfig, registry: PluginRegistry, cho
         where = loaded.origins["weights.activation"].where
         settings.append(Setting(key="weights.activation", asked=asked, resolved=asked, origin=where, explicit=True))
     if source.online:
-        where = loaded.origins["weights.quantize"].where
+        asked = loaded.config.weights.quantize
+        origin = loaded.origins["weights.quantize"].where if asked else SAVED_WEIGHTS
+        explicit = bool(asked)
         settings.append(
-            Setting(key="weights.quantize", asked=source.method, resolved=source.method, origin=where, explicit=True)
+            Setting(key="weights.quantize", asked=asked, resolved=source.method, origin=origin, explicit=explicit)
         )
     for group in choice.groups:
         registry.mark_selected(Kind(group.kind), group.plugin)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantized_checkpoints
 import torch
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
+from slotline.plugins.weight_formats.online import Online
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError, SlotlineError
 
 Tiny = Callable[..., Path]
@@ -233,8 +235,30 @@ def test_the_sharded_format_needs_a_folder_of_its_own(tiny: Tiny) -> None:
         LLM(model=str(tiny("llama")), **SETTINGS, **{"load.format": "sharded"})
 
 
-def test_saved_weights_are_not_quantized(llama: Path) -> None:
-    with pytest.raises(NegotiationError, match="saved weights are not quantized"):
+@pytest.mark.parametrize(("family", "method"), [("llama_tied", "int8"), ("mixtral", "int4")])
+def test_weights_that_were_quantized_at_load_are_saved_as_they_are(
+    family: str, method: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**SETTINGS, "weights.linear": "dequantized"}
+    first = LLM(model=str(tiny(family)), **settings, **{"weights.quantize": method})
+    folder = saved(first, tmp_path / "saved")
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("weights are quantized again")
+
+    monkeypatch.setattr(Online, "quantize", refuse)
+    again = LLM(model=str(folder), **settings)
+    assert answers(again) == answers(first)
+    torch.testing.assert_close(log_probabilities(again), log_probabilities(first), rtol=0, atol=2e-6)
+    assert "reads the weights: int8" in again.plan.weight_format or method == "int4"
+    copy = LLM(model=str(saved(again, tmp_path / "copy")), **settings, **{"weights.quantize": method})
+    assert answers(copy) == answers(first)
+    with pytest.raises(NegotiationError, match=f"the weights in .* were saved as '{method}'"):
+        LLM(model=str(folder), **settings, **{"weights.quantize": "fp8"})
+
+
+def test_weights_saved_in_full_precision_are_not_quantized(llama: Path) -> None:
+    with pytest.raises(NegotiationError, match="were saved in full precision, and are read as they are"):
         LLM(model=str(llama), **SETTINGS, **{"weights.quantize": "int8"})
 
 
@@ -247,20 +271,25 @@ def test_random_weights_are_quantized_as_a_checkpoint_s(tiny: Tiny, tmp_path: Pa
     assert 0 < float(difference.abs().max()) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "said"),
-    [
-        ("llama", {"weights.quantize": "int8"}, "they are quantized(.|\n)*fix: save them without weights.quantize"),
-        ("llama", {"task": "embed"}, "the task is embed"),
-    ],
-)
-def test_models_that_cannot_be_saved_say_so(
-    family: str, settings: dict[str, Any], said: str, tiny: Tiny, tmp_path: Path
-) -> None:
-    llm = LLM(model=str(tiny(family)), **SETTINGS, **settings)
-    with pytest.raises(ModelError, match=said):
-        llm.save_weights(tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
+def test_models_that_cannot_be_saved_say_so(tiny: Tiny, tmp_path: Path) -> None:
+    form, quantized = quantized_checkpoints.FORMS["GPTQ"], tmp_path / "gptq"
+    quantized_checkpoints.write(form, tiny("llama"), quantized, tmp_path / "meant")
+    linear = {"weights.linear": "dequantized"}
+    for folder, settings, said in (
+        (quantized, linear, "they are quantized in the checkpoint(.|\n)*fix: use the checkpoint itself"),
+        (tiny("llama"), {"task": "embed"}, 'the task is embed(.|\n)*fix: set task = "generate"'),
+        (tiny("llama"), {"parallel.pipeline": ["cpu", "cpu"]}, "they are divided over pipeline stages"),
+    ):
+        llm = LLM(model=str(folder), **SETTINGS, **settings)
+        with pytest.raises(ModelError, match=said):
+            llm.save_weights(tmp_path / "saved")
+        assert not (tmp_path / "saved").exists()
+
+
+def test_saved_weights_are_no_drafter_s(llama: Path, tiny: Tiny) -> None:
+    drafter = {"drafter.name": "draft_model", "drafter.path": str(llama)}
+    with pytest.raises(ModelError, match="which are read only as an engine's model"):
+        LLM(model=str(tiny("llama")), **SETTINGS, **drafter)
 
 
 def test_a_folder_that_is_in_use_is_not_written_to(llama: Path, tmp_path: Path) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import nn
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, random_weights, saved_weights, structure
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    inspection,
+    random_weights,
+    saved_codes,
+    saved_weights,
+    structure,
+)
 from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, pack
@@ -57,9 +66,14 @@ def origin_of(hf_model: nn.Module, dtype: str) -> Origin:
 
 
 def skeleton(context: ModelContext, saved: SavedWeights) -> Any:
-    """Return the model with weights on the meta device, and what it computes itself in host memory."""
+    """Return the model with weights on the meta device, and what it computes itself in host memory.
+
+    Quantized weights are there already, packed on the device.
+    """
     model = random_weights.unfilled(checkpoint.read(context.facts.path), context.dtype, "cpu")
     hollow(model, saved.tied, saved.dtypes, context.dtype)
+    read_ahead((context.facts.path / name for name in saved.files), progress=context.progress)
+    saved_codes.put(model, context)
     return inspection.adopted(structure.find_body(model.eval().requires_grad_(False)), binding.slot_attention)
 
 
@@ -104,7 +118,6 @@ def fill(hf_model: nn.Module, saved: SavedWeights, context: ModelContext, device
             f"the weights in {path} are not those of the model after its passes: {listed(wrong)}",
             fix="save them again from the checkpoint that they were made from",
         )
-    read_ahead((path / name for name in saved.files), progress=context.progress)
     reader = SafetensorsReader(path)
     for name, (module, own, tensor) in places.items():
         stored = reader.read(name)
@@ -153,8 +166,21 @@ def _named(hf_model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 yield f"{prefix}.{name}".lstrip("."), tensor, name in module._non_persistent_buffers_set
 
 
-def save(folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], context: ModelContext) -> None:
+def save(
+    folder: Path,
+    origin: Origin,
+    tensors: Mapping[str, torch.Tensor],
+    context: ModelContext,
+    load: Callable[[ModelContext], Any],
+) -> None:
     """Write the tensors of a model after its passes.
+
+    Args:
+        folder: see `saved_weights.write`.
+        origin: of the model.
+        tensors: of the model, by name.
+        context: of the model.
+        load: returns the model of a context before its passes.
 
     Raises:
         ModelError: if a model of this kind cannot be saved, or the folder cannot be written.
@@ -167,6 +193,7 @@ def save(folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], conte
         config_sha256="",
         files={},
         weights={},
+        quantize="" if context.weights is None else context.weights.method,
         tied=origin.tied,
         dtypes=origin.dtypes,
         answers=origin.decisions.answers,
@@ -174,14 +201,14 @@ def save(folder: Any, origin: Origin, tensors: Mapping[str, torch.Tensor], conte
         notes=list(origin.notes),
     )
     kept = {name: tensor for name, tensor in tensors.items() if name not in origin.computed}
-    saved_weights.write(folder, saved, kept, context.facts.path)
+    saved_weights.write(folder, saved, kept, saved_codes.tensors(context, load), context.facts.path)
 
 
 def _refusal(origin: Origin, context: ModelContext) -> tuple[str, str] | None:
     """Return why a model cannot be saved, and what helps, or None."""
     own = "use the checkpoint itself"
-    if context.weights is not None:
-        return "they are quantized, in the layout of this machine's products", "save them without weights.quantize"
+    if context.weights is not None and not context.weights.online:
+        return "they are quantized in the checkpoint, and read from it as they are", own
     if context.stages:
         return "they are divided over pipeline stages", "save them from an engine with one device"
     if context.task != "generate":

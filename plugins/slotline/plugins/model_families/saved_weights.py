@@ -18,6 +18,7 @@ from attrs import asdict, field, frozen
 from cattrs import ClassValidationError, Converter
 from safetensors.torch import save_file
 
+from slotline.plugins.model_families import saved_codes
 from slotline.plugins.model_families.passes.pipeline import target_for
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 from slotline.registry.errors import ModelError
@@ -43,6 +44,8 @@ class SavedWeights:
         config_sha256: digest of the folder's config.json.
         files: bytes of each shard, by its name.
         weights: the shard of each tensor, by its name after the passes.
+        codes: the shard of each tensor of quantized weights.
+        quantize: what `weights.quantize` made them, "" for plain weights.
         tied: names of parameters before the passes that are another one, with the name of that one.
         dtypes: dtypes of tensors before the passes that have another one than the model.
         answers: of the passes' checks.
@@ -55,6 +58,8 @@ class SavedWeights:
     config_sha256: str
     files: dict[str, int]
     weights: dict[str, str]
+    codes: dict[str, str] = field(factory=dict)
+    quantize: str = ""
     tied: dict[str, str] = field(factory=dict)
     dtypes: dict[str, str] = field(factory=dict)
     answers: list[Any] = field(factory=list)
@@ -74,6 +79,7 @@ def conditions(context: ModelContext) -> dict[str, Any]:
         "device": target.device,
         "kernels": "none" if target.kernels is None else type(target.kernels).__name__,
         "packed": target.packs,
+        "quantized": saved_codes.describe(context.weights),
         "stages": len(context.stages),
         "optimize": context.optimize,
         "batch_invariant": context.batch_invariant,
@@ -105,13 +111,20 @@ def read(context: ModelContext) -> SavedWeights:
     return saved
 
 
-def write(folder: Path, saved: SavedWeights, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+def write(
+    folder: Path,
+    saved: SavedWeights,
+    tensors: Mapping[str, torch.Tensor],
+    codes: Mapping[str, torch.Tensor],
+    source: Path,
+) -> None:
     """Write a folder that holds tensors, and what else is in the checkpoint's folder. It appears when it is complete.
 
     Args:
         folder: must not exist, or be empty.
         saved: the index. Digest, files and shards are filled in.
         tensors: the tensors by name, on any device, in oneDNN's layout too.
+        codes: the tensors of quantized weights by name.
         source: the checkpoint's folder.
 
     Raises:
@@ -124,11 +137,12 @@ def write(folder: Path, saved: SavedWeights, tensors: Mapping[str, torch.Tensor]
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         _copy_others(source, scratch, saved.fits["dtype"])
-        weights = _write_shards(scratch, tensors)
+        weights = _write_shards(scratch, {**tensors, **codes})
         content = asdict(saved) | {
             "config_sha256": _digest(scratch / "config.json"),
             "files": {name: (scratch / name).stat().st_size for name in sorted(set(weights.values()))},
-            "weights": weights,
+            "weights": {name: weights[name] for name in tensors},
+            "codes": {name: weights[name] for name in codes},
         }
         (scratch / SAVED_WEIGHTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
@@ -196,6 +210,7 @@ def _refuse_unfit(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any
         fix = {
             "slotline": f"install slotline {saved.get(key)}, or {_AGAIN}",
             "transformers": f"install transformers {saved.get(key)}, or {_AGAIN}",
+            "quantized": f"set weights.quantize as it was then, or {_AGAIN}",
             "stages": f"set parallel.pipeline = 1, or {_AGAIN}",
             **{
                 name: f"set {name} = {known}, or {_AGAIN}"
@@ -213,7 +228,7 @@ def _refuse_incomplete(path: Path, saved: SavedWeights) -> None:
     Raises:
         ModelError: naming the first shard.
     """
-    for name in (*saved.files, *saved.weights.values()):
+    for name in (*saved.files, *saved.weights.values(), *saved.codes.values()):
         if name not in saved.files or Path(name).name != name:
             raise ModelError(f"{path / SAVED_WEIGHTS} names the shard {name!r}, which it does not list", fix=_AGAIN)
     for name, size in saved.files.items():

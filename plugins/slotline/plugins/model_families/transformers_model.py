@@ -190,7 +190,7 @@ class DecoderModel:
 
     def save_weights(self, folder: Path) -> None:
         """See `slotline.registry.contracts.model_family.SavingModel.save_weights`."""
-        saved_model.save(Path(folder), self._origin, self._tensors, self._context)
+        saved_model.save(Path(folder), self._origin, self._tensors, self._context, lambda other: self._load(other)[0])
 
     def _adaptable(self) -> Adaptation:
         """Linear layers of the model, found on first use."""

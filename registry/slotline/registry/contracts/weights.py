@@ -369,12 +369,14 @@ class ModelWeights:
     Attributes:
         format: the built weight format.
         online: True if it quantizes plain weights.
+        method: the checkpoint's `quant_method`, or the value of `weights.quantize`.
         modules: by path of the module in the model.
     """
 
     format: WeightFormat
     online: bool
     modules: Mapping[str, PlannedModule]
+    method: str = ""
 
 
 def _refuse_border(size: int, start: int, stop: int, length: int, what: str) -> None:

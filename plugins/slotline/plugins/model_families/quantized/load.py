@@ -96,11 +96,16 @@ def plain_state(
 
 def put(model: nn.Module, weights: ModelWeights, context: ModelContext) -> None:
     """Put the quantized weights into a loaded model: read, or quantized from its own."""
-    merge = context.optimize and not context.batch_invariant
+    merge = merges(context)
     if weights.online:
         quantize(model, weights, context.device, getattr(torch, context.dtype), merge=merge)
     else:
         fill(model, weights, context.device, merge=merge)
+
+
+def merges(context: ModelContext) -> bool:
+    """Return True if projections of the same input are joined to one product where that is possible."""
+    return context.optimize and not context.batch_invariant
 
 
 def fill(model: nn.Module, weights: ModelWeights, device: str, *, merge: bool) -> None:
