@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from attrs import evolve
 from running_server import RunningServer, running_server
 
@@ -257,6 +258,7 @@ def test_an_admin_profiles_the_steps(guarded: RunningServer, tmp_path: Path, mon
         assert ("Input Dims" in events["aten::embedding"]) == (number == 2)
         assert not guarded.state.llm.engine.profiler.enabled
     assert len(list(folder.iterdir())) == 2
+    assert not [one for one in gc.get_objects() if type(one) is torch.autograd.profiler.profile], "a profile is kept"
     folder = tmp_path / "file"
     folder.write_text("")
     monkeypatch.setattr(guarded.state, "config", evolve(guarded.state.config, profile_folder=str(folder)))

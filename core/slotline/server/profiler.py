@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,9 @@ from attrs import define, field, frozen
 
 from slotline.llm.async_llm import AsyncLLM
 from slotline.server.errors import HttpError
+
+_PIECE = 1 << 20
+"""Bytes of a trace that are compressed at a time."""
 
 
 @frozen(kw_only=True)
@@ -78,7 +83,7 @@ class Profiler:
             self._written += 1
             path = running.folder / f"slotline-{time.strftime('%Y%m%d-%H%M%S')}-{self._written}.json.gz"
             try:
-                await asyncio.to_thread(running.profile.export_chrome_trace, str(path))
+                await asyncio.to_thread(_write, running.profile, path)
             except OSError as error:
                 raise _unwritable(running.folder, error) from error
             return path, seconds
@@ -95,6 +100,18 @@ class Profiler:
         if not running.timed:
             self.llm.engine.profiler.disable()
         running.profile.stop()
+
+
+def _write(profile: torch.profiler.profile, path: Path) -> None:
+    """Write a trace and compress it in large pieces. torch's own compression, line by line, holds up other threads."""
+    plain = path.with_suffix("")
+    try:
+        profile.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, _PIECE)
+    finally:
+        profile.profiler = None  # which holds what was recorded, in a cycle of references
+        plain.unlink(missing_ok=True)
 
 
 def _unwritable(folder: Path, error: OSError) -> HttpError:
