@@ -201,6 +201,21 @@ def test_a_slow_reader_gets_what_it_missed_as_one_output(served: AsyncLLM) -> No
     assert rest.finished
 
 
+def test_prompts_that_the_engine_has_not_taken_yet_are_unfinished(served: AsyncLLM) -> None:
+    async def queue() -> int:
+        free = threading.Event()
+        busy = asyncio.create_task(served.on_engine(free.wait))
+        tasks = [asyncio.create_task(last(served.generate("def main(", SHORT))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        queued = served.num_unfinished
+        free.set()
+        await asyncio.gather(busy, *tasks)
+        return queued
+
+    assert run(queue()) == 3
+    assert served.num_unfinished == 0
+
+
 def test_the_loop_is_free_while_the_engine_works(served: AsyncLLM) -> None:
     async def ticking() -> float:
         worst, task = 0.0, asyncio.gather(*(last(served.generate("def main(", LONG)) for _ in range(4)))

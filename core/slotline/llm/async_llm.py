@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import finalize
 
-from attrs import evolve
-
 from slotline.builder.engine_builder import build_engine
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
@@ -45,13 +43,15 @@ R = TypeVar("R")
 _KINDS = ("cumulative", "delta", "final_only")
 _MUCH = 256
 """Tokens of an output from which on it is decoded on another thread than the loop's."""
+_LONG = 512
+"""Characters of a prompt from which on it is tokenized on another thread than the loop's."""
 
 
 class AsyncLLM:
     """A model that answers on an event loop.
 
-    The engine runs on a thread of its own. Prompts are tokenized, and long outputs decoded, on another. Between two
-    outputs of a stream the loop is free, and what a slow reader has not taken is merged into one output.
+    The engine runs on a thread of its own. Long prompts are tokenized, and long outputs decoded, on another. Between
+    two outputs of a stream the loop is free, and what a slow reader has not taken is merged into one output.
 
     Example:
         >>> async with AsyncLLM() as llm:  # the small model that ships with slotline
@@ -79,6 +79,7 @@ class AsyncLLM:
         self._text = ThreadPoolExecutor(1, "slotline-text")
         self._end = finalize(self, _end, self._thread, self._text)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._queued: set[OutputStream] = set()  # that the engine's thread has not begun
 
     @property
     def plan(self) -> Plan:
@@ -104,7 +105,7 @@ class AsyncLLM:
     @property
     def num_unfinished(self) -> int:
         """Return the number of prompts whose outputs are not complete."""
-        return self._deliveries.num_streams
+        return self._deliveries.num_streams + len(self._queued)
 
     @property
     def num_generated(self) -> int:
@@ -133,10 +134,12 @@ class AsyncLLM:
             SlotlineError: what ended the engine while the request ran.
         """
         params = self._checked(sampling_params, output_kind)
-        fields = await self._on_text_thread(lambda: self.submitter.fields(prompt))
-        async with aclosing(self._run(fields, params, lora_request, output_kind)) as outputs:
-            async for output in outputs:
-                yield output
+        fields = await self._fields(prompt)
+        async with aclosing(self._streamed(fields, params, lora_request, output_kind)) as streams:
+            async for stream in streams:
+                much = stream.num_unread > _MUCH
+                output = await self._on_text_thread(stream.take) if much else stream.take()
+                yield best_of(output, params)
 
     async def chat(
         self,
@@ -224,7 +227,7 @@ class AsyncLLM:
             RequestError: if the prompt or its parameters are wrong, or the engine runs another task.
         """
         params = of_task(pooling_params or PoolingParams(), pooling_task)
-        fields = await self._on_text_thread(lambda: self.submitter.fields(prompt))
+        fields = await self._fields(prompt)
         async with aclosing(self._streamed(fields, params, lora_request, "final_only")) as streams:
             async for stream in streams:
                 yield self.engine.extension("pooling").output(stream.parts[0].request)
@@ -305,15 +308,11 @@ class AsyncLLM:
             )
         return params
 
-    async def _run(
-        self, fields: dict[str, Any], params: SamplingParams, adapter: AdapterChoice, kind: OutputKind
-    ) -> AsyncGenerator[RequestOutput]:
-        """Yield the outputs of a prompt. Long ones are put together on another thread."""
-        async with aclosing(self._streamed(fields, params, adapter, kind)) as streams:
-            async for stream in streams:
-                much = stream.num_unread > _MUCH
-                output = await self._on_text_thread(stream.take) if much else stream.take()
-                yield best_of(output, params)
+    async def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the arguments of `Engine.add` for a prompt."""
+        if _is_short(prompt):
+            return self.submitter.fields(prompt)
+        return await self._on_text_thread(lambda: self.submitter.fields(prompt))
 
     async def _streamed(
         self, fields: dict[str, Any], params: SamplingParams | PoolingParams, adapter: AdapterChoice, kind: OutputKind
@@ -322,31 +321,37 @@ class AsyncLLM:
         loop = self._bind_loop()
         engine_params, readers = params, None
         if isinstance(params, SamplingParams) and params.detokenize and not params.stop and self.engine.tokenizer:
-            engine_params = evolve(params, detokenize=False)  # decoded here, and not on the engine's thread
+            engine_params = _without_text(params)  # decoded here, and not on the engine's thread
             readers = lambda request: self.tokenizer.detokenizer(request.prompt_token_ids, params)  # noqa: E731
         group: list[Request] = []
+        stream = OutputStream(kind, self.engine.tokenizer)
 
-        def submit() -> OutputStream:
+        def submit() -> None:
             with self.engine.plugins.naming():
                 self.submitter.submit(fields, engine_params, adapter, group, stream=True)
-            parts = [Part(request=one, detokenizer=readers and readers(one)) for one in group]
-            stream = OutputStream(parts, kind, self.engine.tokenizer)
+            stream.begin([Part(request=one, detokenizer=readers and readers(one)) for one in group])
             self._deliveries.add(loop, stream)
-            return stream
 
-        submitted = self._thread.call(submit)
+        def submitted(future: Future[None]) -> None:
+            self._queued.discard(stream)
+            if (error := future.exception()) is not None:
+                with suppress(RuntimeError):  # if the loop was closed
+                    loop.call_soon_threadsafe(stream.fail, error)
+
+        submission: Future[None] | None = None
+        self._queued.add(stream)
         try:
-            waiting = asyncio.wrap_future(submitted)
-            waiting.add_done_callback(_read)  # also if this task is cancelled before
-            stream = await asyncio.shield(waiting)
-            while True:
+            submission = self._thread.call(submit)
+            submission.add_done_callback(submitted)
+            ended = False
+            while not ended:
                 await stream.arrival()
                 ended = stream.ended
                 yield stream
-                if ended:
-                    return
         finally:
-            self._give_up(submitted, group)
+            self._queued.discard(stream)
+            if submission is not None:
+                self._give_up(submission, group)
 
     def _give_up(self, submitted: Future[Any], group: Sequence[Request]) -> None:
         """Abort what is left of a prompt whose reader has gone, even if it is only now being queued."""
@@ -381,7 +386,18 @@ def _end(thread: EngineThread, text: ThreadPoolExecutor) -> None:
     text.shutdown(wait=False)
 
 
-def _read(future: asyncio.Future[Any]) -> None:
-    """Read the exception of a call, so that asyncio does not report one that nobody waits for."""
-    if not future.cancelled():
-        future.exception()
+def _is_short(prompt: Prompt) -> bool:
+    """Return whether a prompt is only text, or tokens, and read in no time."""
+    given: Any = prompt
+    if isinstance(prompt, Mapping):
+        if prompt.get("multi_modal_data"):
+            return False
+        given = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else prompt["prompt_token_ids"]
+    return isinstance(given, str | list) and len(given) < _LONG
+
+
+def _without_text(params: SamplingParams) -> SamplingParams:
+    """Return parameters for an engine that decodes nothing. They have been validated."""
+    copied = object.__new__(SamplingParams)
+    copied.__dict__.update(params.__dict__, detokenize=False)
+    return copied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 
 from attrs import define, field
@@ -17,7 +16,6 @@ from slotline.registry.errors import EngineFailedError, IntegrityError, Slotline
 from slotline.registry.loading import one_line
 
 logger = logging.getLogger("slotline")
-Updates = dict[OutputStream, list[tuple[Part, Update]]]
 
 
 @define(kw_only=True, eq=False)
@@ -67,18 +65,14 @@ class Deliveries:
     def hand_out(self, engine: Engine, result: StepResult) -> None:
         """Send the tokens of a step, and the ends of requests."""
         self.num_generated += len(result.token_ids)
-        updates: Updates = defaultdict(list)
-        new: dict[Request, list[int]] = defaultdict(list)
-        holders = engine.rows.requests
+        new: dict[Delivery, list[int]] = {}
+        going, holders = self._going, engine.rows.requests
         for row, token in zip(result.rows.tolist(), result.token_ids.tolist(), strict=True):
-            if (request := holders[row]) is not None:
-                new[request].append(token)
-        for request, token_ids in new.items():
-            if (delivery := self._going.get(request)) is not None:
-                update = self._update(delivery, token_ids)
-                updates[delivery.stream].append((delivery.part, update))
-        self._add_ended(engine, updates)
-        self._send(updates)
+            delivery = going.get(holders[row])
+            if delivery is not None:
+                new.setdefault(delivery, []).append(token)
+        updates = [self._update(delivery, token_ids) for delivery, token_ids in new.items()]
+        self._send(updates + self._ended(engine))
 
     def fail(self, engine: Engine, error: BaseException) -> None:
         """End every stream with the exception that escaped from a step, and abort the requests.
@@ -127,28 +121,27 @@ class Deliveries:
         for request in group:
             if engine.requests.get(request.request_id) is request:
                 engine.abort(request.request_id)
-        updates: Updates = defaultdict(list)
-        self._add_ended(engine, updates)
-        self._send(updates)
+        self._send(self._ended(engine))
 
     @staticmethod
     def _update(delivery: Delivery, token_ids: list[int], ending: Ending | None = None) -> Update:
         """Return what is new of a request."""
-        request = delivery.part.request
+        part = delivery.part
+        request = part.request
         delivery.sent += len(token_ids)
-        logprobs = None
+        logprobs = text = None
         if request.logprobs is not None:
             logprobs = request.logprobs[delivery.scored : delivery.sent]
             delivery.scored += len(logprobs)
-        text = None
-        if ending is not None and delivery.part.detokenizer is None:
+        if ending is not None and part.detokenizer is None:
             text = request.text
         elif delivery.decoded and request.detokenizer is not None:
             text = request.detokenizer.settled
-        return Update(token_ids=token_ids, logprobs=logprobs, text=text, ending=ending)
+        return Update(delivery.stream, part, token_ids, logprobs, text, ending)
 
-    def _add_ended(self, engine: Engine, updates: Updates) -> None:
-        """Add the ends of requests, whatever ended them."""
+    def _ended(self, engine: Engine) -> list[Update]:
+        """Return the ends of requests, whatever ended them. Nothing more is delivered to these."""
+        updates = []
         for request in [one for one in self._going if one.finished]:
             delivery = self._going.pop(request)
             ending = Ending(
@@ -156,12 +149,12 @@ class Deliveries:
                 cause=request.stop_reason,
                 outside_text=bool(request.output_token_ids) and engine.hand_out.stops.ends_outside_text(request),
             )
-            update = self._update(delivery, request.output_token_ids[delivery.sent :], ending)
-            updates[delivery.stream].append((delivery.part, update))
+            updates.append(self._update(delivery, request.output_token_ids[delivery.sent :], ending))
             if all(part.request.finished for part in delivery.stream.parts):
                 self._streams.discard(delivery.stream)
+        return updates
 
-    def _send(self, updates: Updates) -> None:
+    def _send(self, updates: list[Update]) -> None:
         if updates:
             self._call(_deliver, updates)
 
@@ -183,6 +176,6 @@ def _failed(error: BaseException) -> EngineFailedError:
     return failed
 
 
-def _deliver(updates: Updates) -> None:
-    for stream, given in updates.items():
-        stream.put(given)
+def _deliver(updates: list[Update]) -> None:
+    for update in updates:
+        update.stream.put(update)

@@ -6,8 +6,8 @@ What a reader has not taken yet is merged, so that a slow reader holds one outpu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from attrs import define, field, frozen
 
@@ -35,17 +35,19 @@ class Ending:
     outside_text: bool
 
 
-@frozen(kw_only=True, eq=False)
-class Update:
+class Update(NamedTuple):
     """What a step gave to a request.
 
     Attributes:
+        stream, part: where it goes.
         token_ids: the new tokens.
         logprobs: their log-probabilities, None unless asked for.
         text: all text so far that no later token can change, None if the reader decodes the tokens.
         ending: None while the request runs.
     """
 
+    stream: OutputStream
+    part: Part
     token_ids: list[int]
     logprobs: Sequence[TokenLogprobs] | None = None
     text: str | None = None
@@ -77,9 +79,12 @@ class Part:
     def put(self, update: Update) -> None:
         """Add what a step gave."""
         self.token_ids += update.token_ids
-        self.logprobs += update.logprobs or ()
-        self.text = update.text if update.text is not None else self.text
-        self.ending = update.ending or self.ending
+        if update.logprobs is not None:
+            self.logprobs += update.logprobs
+        if update.text is not None:
+            self.text = update.text
+        if update.ending is not None:
+            self.ending = update.ending
 
     @property
     def news(self) -> bool:
@@ -122,26 +127,32 @@ class Part:
 
 
 class OutputStream:
-    """The outputs of a prompt's requests, one for each of the n outputs. All methods belong to the event loop.
+    """The outputs of a prompt's requests, one for each of the n outputs. All methods but `begin` belong to the loop.
 
     Args:
-        parts: one for each output.
         kind: what each output holds.
         tokenizer: gives log-probabilities the text of their tokens. None for a model without one.
+
+    Attributes:
+        parts: one for each output. None before `begin`.
     """
 
-    def __init__(self, parts: Sequence[Part], kind: OutputKind, tokenizer: Tokenizer | None) -> None:
-        self.parts = parts
+    def __init__(self, kind: OutputKind, tokenizer: Tokenizer | None) -> None:
+        self.parts: Sequence[Part] = ()
         self._kind = kind
         self._tokenizer = tokenizer
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
+        self._sofar: dict[int, CompletionOutput] = {}
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Take the parts, before the first update comes."""
+        self.parts = parts
         self._sofar = {part.request.index: CompletionOutput(index=part.request.index) for part in parts}
 
-    def put(self, updates: Iterable[tuple[Part, Update]]) -> None:
-        """Add what a step gave."""
-        for part, update in updates:
-            part.put(update)
+    def put(self, update: Update) -> None:
+        """Add what a step gave to one of the parts."""
+        update.part.put(update)
         if self._kind != "final_only" or self.ended:
             self._arrived.set()
 

@@ -189,24 +189,31 @@ async def _events(asked: Asked, fields: CompletionFields) -> AsyncGenerator[byte
     continuous = bool(options and options.continuous_usage_stats)
     unknown = None if options and options.include_usage else UNSET
     counter, before = Counter(), dict[int, int]()
+    going, last = len(asked.prompts), b""
     streams = within_time(merged(asked.outputs("delta")), asked.state.config.request_timeout)
     try:
         async with aclosing(streams) as outputs:
             async for prompt, output in outputs:
                 counter.add(prompt, output, empty=asked.empty)
+                chunks = []
                 for one in output.outputs:
                     index = prompt * asked.params.n + one.index
                     choice = asked.choice(prompt, output, one, first=index not in before, before=before.get(index, 0))
                     before[index] = before.get(index, 0) + len(choice.text)
-                    yield event(_chunk(asked, [choice], counter.usage() if continuous else unknown))
+                    chunks.append(event(_chunk(asked, [choice], counter.usage() if continuous else unknown)))
+                going -= output.finished
+                if going:
+                    yield b"".join(chunks)
+                else:
+                    last = b"".join(chunks)  # sent with the end
     except Exception as error:
         if not before:
             raise
         yield event(as_http_error(error).openai())
         return
     if options and options.include_usage:
-        yield event(_chunk(asked, [], counter.usage()))
-    yield DONE
+        last += event(_chunk(asked, [], counter.usage()))
+    yield last + DONE
 
 
 def _chunk(asked: Asked, choices: list[Choice], usage: Usage | UnsetType | None) -> Completion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -108,6 +108,17 @@ def error_response(error: BaseException, *, anthropic: bool = False) -> Response
     return json_response(known.anthropic() if anthropic else known.openai(), known.status, known.headers)
 
 
+class Begun(NamedTuple):
+    """Events of which the first is there already.
+
+    Attributes:
+        first: None if there is none.
+    """
+
+    first: bytes | None
+    rest: AsyncGenerator[bytes]
+
+
 class EventStream(Response):
     """A stream of server-sent events. A client that goes away ends it.
 
@@ -119,7 +130,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], headers: Headers = ()) -> None:
+    def __init__(self, events: Begun, headers: Headers = ()) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
@@ -130,48 +141,51 @@ class EventStream(Response):
         await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
+        first, events = self._events
+        async with aclosing(events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            more = True
+            if first is not None:
+                more = not first.endswith(DONE)
+                await send({"type": "http.response.body", "body": first, "more_body": more})
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                more = not data.endswith(DONE)
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+            if more:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def begun(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Return events whose first one is there already.
+async def begun(events: AsyncGenerator[bytes]) -> Begun:
+    """Return events once the first one is there.
 
     Raises:
         Exception: what the first one raised.
     """
-    first = await anext(events, None)
-
-    async def all_of_them() -> AsyncGenerator[bytes]:
-        async with aclosing(events):
-            if first is not None:
-                yield first
-                async for one in events:
-                    yield one
-
-    return all_of_them()
+    return Begun(await anext(events, None), events)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return what some work returns. If the client goes away first, the work is cancelled, and None is returned."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.current_task()
+    assert working is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if gone and working.uncancel() == 0:
+            return None
+        raise
     finally:
         watching.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def gather_or_cancel(work: Sequence[Awaitable[T]]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from slotline.server.tracing import Tracing
 
 _COLLECTOR = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_COLLECT_AFTER = 10_000
+"""Objects from which on the youngest are collected. Requests leave few cycles."""
 
 
 class Server(uvicorn.Server):
@@ -77,10 +80,25 @@ def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
             state = build_state(llm)
             state.tracing = tracing
             say(_announcement(state, listener, keys))
-            Server(uvicorn_config(state, keys), state).run(sockets=[listener])
+            with _built_objects_frozen():
+                Server(uvicorn_config(state, keys), state).run(sockets=[listener])
             return 0 if llm.error is None else 2
         finally:
             llm.close()
+
+
+@contextmanager
+def _built_objects_frozen() -> Iterator[None]:
+    """Let no collection of garbage look at what lives as long as the server: it would stop all streams for it."""
+    gc.collect()
+    gc.freeze()
+    before = gc.get_threshold()
+    gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def build_state(llm: AsyncLLM) -> ServerState:

@@ -152,21 +152,25 @@ class ServerState:
         return found
 
 
-async def within_time(stream: AsyncGenerator[T], seconds: float) -> AsyncGenerator[T]:
-    """Yield what a stream yields.
+def within_time(stream: AsyncGenerator[T], seconds: float) -> AsyncGenerator[T]:
+    """Return a stream that ends after so many seconds, 0 for no limit.
 
-    Raises:
-        TimeoutError: if it takes longer than `seconds`, 0 for no limit.
+    It raises:
+        TimeoutError: if it takes longer.
     """
+    return _ending(stream, time.monotonic() + seconds) if seconds else stream
+
+
+async def _ending(stream: AsyncGenerator[T], end: float) -> AsyncGenerator[T]:
+    """Yield what a stream yields, until a time."""
     async with aclosing(stream):
-        if not seconds:
-            async for one in stream:
-                yield one
-            return
-        end = time.monotonic() + seconds
         with suppress(StopAsyncIteration):
             while True:
-                yield await asyncio.wait_for(anext(stream), max(0.0, end - time.monotonic()))
+                if (left := end - time.monotonic()) <= 0:
+                    raise TimeoutError
+                async with asyncio.timeout(left):
+                    item = await anext(stream)
+                yield item
 
 
 def _labels(folder: Path) -> dict[int, str]:

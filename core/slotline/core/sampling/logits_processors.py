@@ -152,8 +152,11 @@ class ProcessorPipeline:
         refuse_unhandled(request.params, self._known - self._handled, self._handled)
         params = request.params.as_mapping()
         for slot in (*self.slots, *self._floors):
-            with checking(slot.name, slot.source):
+            try:
                 slot.processor.validate(params)
+            except (Exception, SystemExit):  # a plugin's code may raise anything
+                with checking(slot.name, slot.source):
+                    raise
 
     def admit(self, request: Request) -> None:
         """Tell the processors that a request took its row.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from attrs import asdict, evolve, field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
@@ -264,9 +264,8 @@ class SamplingParams:
 
     def as_mapping(self) -> dict[str, Any]:
         """Return all parameters by name, `extra_args` merged in, as logits processors read them."""
-        values = asdict(self, recurse=False)
-        extra = values.pop("extra_args") or {}
-        return {**values, **extra}
+        values = {name: getattr(self, name) for name in _NAMES}
+        return {**values, **(self.extra_args or {})}
 
     @property
     def given(self) -> frozenset[str]:
@@ -288,6 +287,7 @@ class SamplingParams:
 
 
 _GIVEN = "_given"
+_NAMES = tuple(one.name for one in fields(SamplingParams) if one.name != "extra_args")
 _NARROWING = frozenset({"top_k", "top_p", "min_p"})
 
 
