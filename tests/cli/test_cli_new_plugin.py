@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cli_cases import pretend_project_installed, tiny_checkpoint
 from repository import ROOT
+from tool_model import EMPTY, make_tool_model
 
 from slotline.cli import main
 from slotline.cli.new_plugin import KINDS
@@ -168,6 +169,19 @@ def test_a_new_extension_changes_no_text_and_refuses_what_it_cannot_take(
     assert tokens(checkpoint, **named, extra_args={"fresh_extension": 2}) == tokens(checkpoint)
     with pytest.raises(RequestError, match="fresh_extension=0 is not allowed"):
         tokens(checkpoint, **named, extra_args={"fresh_extension": 0})
+
+
+def test_a_new_response_parser_reads_the_calls_that_it_asks_for(tmp_path: Path, projects: Mapping[str, Path]) -> None:
+    llm = LLM(make_tool_model(tmp_path / "tools"), dtype="float32", **{"response_parser.name": "fresh_response_parser"})
+    clock = {"type": "function", "function": {"name": "clock", "parameters": EMPTY}}
+    (output,) = llm.chat(
+        [{"role": "user", "content": "x"}],
+        SamplingParams(temperature=0, max_tokens=60),
+        tools=[clock],
+        tool_choice="required",
+    )
+    message: Any = output.outputs[0].message
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import pytest
 from cli_cases import pretend_project_installed
 from repository import TESTS
+from tool_model import CITY, EMPTY, make_tool_model
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
@@ -27,6 +29,7 @@ PLUGINS = {
     Kind.DRAFTER: "acme_repeat",
     Kind.LOGITS_PROCESSOR: "acme_ban",
     Kind.LINEAR: "acme_codes",
+    Kind.RESPONSE_PARSER: "acme_fences",
 }
 PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Reader:\n" * 4, "for", "return self._values[" * 9]
 SMALL: dict[str, Any] = {
@@ -135,7 +138,27 @@ def test_it_conforms(kind: Kind) -> None:
     attribute = PLUGINS[kind].removeprefix("acme_")
     records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL)
     assert [f"{record.id} {record.case}: {record.reason}" for record in records if record.bad] == []
-    assert level_reached(records) is Level.STATEFUL
+    assert level_reached(records) is (Level.HOSTILE if kind is Kind.RESPONSE_PARSER else Level.STATEFUL)
+
+
+def test_its_parser_is_chosen_for_a_template_with_its_form_and_reads_the_calls(tmp_path: Path) -> None:
+    model = make_tool_model(tmp_path / "tools")
+    (model / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool | tojson }} as ```call NAME {% endfor %}"
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    )
+    llm = LLM(model, **SMALL)
+    clock = {"type": "function", "function": {"name": "clock", "parameters": EMPTY}}
+    city = {"type": "function", "function": {"name": "city", "parameters": CITY}}
+    asked = SamplingParams(temperature=0, max_tokens=80)
+    for choice in ("required", {"type": "function", "function": {"name": "city"}}):
+        (output,) = llm.chat([{"role": "user", "content": "x"}], asked, tools=[clock, city], tool_choice=choice)
+        message: Any = output.outputs[0].message
+        for call in message["tool_calls"]:
+            assert call["function"]["name"] in (("clock", "city") if choice == "required" else ("city",))
+            assert isinstance(call["function"]["arguments"], dict)
+    reason = next(one.origin for one in llm.plan.settings if one.key == "response_parser.name")
+    assert "```call" in reason
 
 
 def test_its_extension_limits_tokens_by_wall_time_and_edits_no_file_of_ours(built_in: list[list[int]]) -> None:

@@ -10,6 +10,7 @@ from slotline.registry.contracts import (
     KVSpecCapabilities,
     LinearCapabilities,
     LogitsProcessorCapabilities,
+    ResponseParserCapabilities,
 )
 
 paged = Descriptor(
@@ -88,4 +89,13 @@ codes = Descriptor(
     ),
     factory="acme_slotline.codes:CodeLinear",
     summary="int8 and int4: a group of inputs is added up before it meets its scale",
+)
+
+fences = Descriptor(
+    kind=Kind.RESPONSE_PARSER,
+    name="acme_fences",
+    contract=ContractRange(1, 1),
+    capabilities=ResponseParserCapabilities(evidence=(("```call ",),), reasoning=False),
+    factory="acme_slotline.fences:FenceParser",
+    summary="calls in fences: a line ```call NAME, the arguments, a line ```",
 )
