@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import quantized_checkpoints
 import torch
+from safetensors.torch import load_file, save_file
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
@@ -184,6 +185,30 @@ def other_config(folder: Path) -> None:
     file.write_text(file.read_text().replace("1e-06", "1e-05") + " ")
 
 
+def rewrite(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change a tensor of a folder with one file of weights, and the size in the index if there is one."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {name: edit(tensors.get(name, torch.empty(0)))}, file, metadata={"format": "pt"})
+    if (folder / "slotline_weights.json").exists():
+        change(folder, files={file.name: file.stat().st_size})
+
+
+def break_header(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(b"\xff" * 16 + content[16:])
+
+
+def test_scales_of_the_cache_are_saved(tiny: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "scaled"))
+    rewrite(folder, "model.layers.0.self_attn.k_scale", lambda _: torch.tensor(0.5))
+    first = LLM(model=str(folder), **SETTINGS)
+    again = LLM(model=str(saved(first, tmp_path / "saved")), **SETTINGS)
+    scales = [llm.engine.runner.model.facts.kv_scales for llm in (first, again)]
+    assert scales == [{0: (0.5, 1.0)}] * 2
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -198,6 +223,13 @@ def other_config(folder: Path) -> None:
             r"names the shard '\.\./a\.safetensors', which it does",
         ),
         (lambda f: change(f, answers=[True]), "saved after other passes than those that this version makes"),
+        (lambda f: change(f, dtypes={"model.norm.weight": "save"}), "names 'save', which is no dtype"),
+        (lambda f: rewrite(f, "model.norm.weight", lambda t: t[None]), r"model\.norm\.weight in .* is \[1, 64\] of"),
+        (
+            lambda f: rewrite(f, "model.norm.weight", lambda t: t.half()),
+            r"is \[64\] of torch\.float16, and the",
+        ),
+        (break_header, "00001-of-00001.safetensors cannot be read"),
         (rename_a_weight, r"not those of the model after its passes: model\.norm\.wait, model\.norm\.weight"),
         (lambda f: next(f.glob("*.safetensors")).unlink(), "the shard .*00001-of-00001.safetensors is missing"),
         (cut, r"has \d+ bytes, and was saved with \d+"),
@@ -251,7 +283,8 @@ def test_weights_that_were_quantized_at_load_are_saved_as_they_are(
     assert answers(again) == answers(first)
     torch.testing.assert_close(log_probabilities(again), log_probabilities(first), rtol=0, atol=2e-6)
     assert "reads the weights: int8" in again.plan.weight_format or method == "int4"
-    copy = LLM(model=str(saved(again, tmp_path / "copy")), **settings, **{"weights.quantize": method})
+    more = {"weights.quantize": method, "weights.activation": "none"}
+    copy = LLM(model=str(saved(again, tmp_path / "copy")), **settings, **more)
     assert answers(copy) == answers(first)
     with pytest.raises(NegotiationError, match=f"the weights in .* were saved as '{method}'"):
         LLM(model=str(folder), **settings, **{"weights.quantize": "fp8"})

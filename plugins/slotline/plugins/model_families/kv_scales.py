@@ -46,6 +46,15 @@ def read(path: Path, layers: Sequence[AttentionLayer]) -> dict[int, tuple[float,
     return {index: (pair[0], pair[1]) for index, pair in sorted(found.items())}
 
 
+def tensors(layers: Sequence[AttentionLayer], scales: Mapping[int, tuple[float, float]]) -> dict[str, torch.Tensor]:
+    """Return scales as tensors, by names that `read` knows."""
+    return {
+        f"{layers[index].name}.{end}": torch.tensor(scale)
+        for index, pair in scales.items()
+        for end, scale in zip(("k_scale", "v_scale"), pair, strict=True)
+    }
+
+
 def _tensors(path: Path, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in sorted(path.glob("*.safetensors")):
         try:

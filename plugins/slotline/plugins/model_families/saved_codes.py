@@ -49,8 +49,9 @@ class SavedFormat:
 
 
 def describe(weights: ModelWeights | None) -> list[str]:
-    """Return the forms of a model's quantized weights, in words."""
-    return [] if weights is None else sorted({one.scheme.describe() for one in weights.modules.values()})
+    """Return the forms of a model's quantized weights in words, without what activations may be rounded to."""
+    modules = () if weights is None else weights.modules.values()
+    return sorted({evolve(one.scheme, activation="").describe() for one in modules})
 
 
 def put(model: nn.Module, context: ModelContext) -> None:

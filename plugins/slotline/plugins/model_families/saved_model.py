@@ -14,6 +14,7 @@ from slotline.plugins.model_families import (
     binding,
     checkpoint,
     inspection,
+    kv_scales,
     random_weights,
     saved_codes,
     saved_weights,
@@ -201,7 +202,8 @@ def save(
         notes=list(origin.notes),
     )
     kept = {name: tensor for name, tensor in tensors.items() if name not in origin.computed}
-    saved_weights.write(folder, saved, kept, saved_codes.tensors(context, load), context.facts.path)
+    others = saved_codes.tensors(context, load) | kv_scales.tensors(context.facts.layers, context.facts.kv_scales)
+    saved_weights.write(folder, saved, kept, others, context.facts.path)
 
 
 def _refusal(origin: Origin, context: ModelContext) -> tuple[str, str] | None:

@@ -44,7 +44,8 @@ class SavedWeights:
         config_sha256: digest of the folder's config.json.
         files: bytes of each shard, by its name.
         weights: the shard of each tensor, by its name after the passes.
-        codes: the shard of each tensor of quantized weights.
+        others: the shard of each tensor that is none of the model's after the passes: of quantized weights, and scales
+            of the cache.
         quantize: what `weights.quantize` made them, "" for plain weights.
         tied: names of parameters before the passes that are another one, with the name of that one.
         dtypes: dtypes of tensors before the passes that have another one than the model.
@@ -58,7 +59,7 @@ class SavedWeights:
     config_sha256: str
     files: dict[str, int]
     weights: dict[str, str]
-    codes: dict[str, str] = field(factory=dict)
+    others: dict[str, str] = field(factory=dict)
     quantize: str = ""
     tied: dict[str, str] = field(factory=dict)
     dtypes: dict[str, str] = field(factory=dict)
@@ -115,7 +116,7 @@ def write(
     folder: Path,
     saved: SavedWeights,
     tensors: Mapping[str, torch.Tensor],
-    codes: Mapping[str, torch.Tensor],
+    others: Mapping[str, torch.Tensor],
     source: Path,
 ) -> None:
     """Write a folder that holds tensors, and what else is in the checkpoint's folder. It appears when it is complete.
@@ -124,7 +125,7 @@ def write(
         folder: must not exist, or be empty.
         saved: the index. Digest, files and shards are filled in.
         tensors: the tensors by name, on any device, in oneDNN's layout too.
-        codes: the tensors of quantized weights by name.
+        others: further tensors by name.
         source: the checkpoint's folder.
 
     Raises:
@@ -137,12 +138,12 @@ def write(
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         _copy_others(source, scratch, saved.fits["dtype"])
-        weights = _write_shards(scratch, {**tensors, **codes})
+        weights = _write_shards(scratch, {**tensors, **others})
         content = asdict(saved) | {
             "config_sha256": _digest(scratch / "config.json"),
             "files": {name: (scratch / name).stat().st_size for name in sorted(set(weights.values()))},
             "weights": {name: weights[name] for name in tensors},
-            "codes": {name: weights[name] for name in codes},
+            "others": {name: weights[name] for name in others},
         }
         (scratch / SAVED_WEIGHTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
@@ -228,7 +229,7 @@ def _refuse_incomplete(path: Path, saved: SavedWeights) -> None:
     Raises:
         ModelError: naming the first shard.
     """
-    for name in (*saved.files, *saved.weights.values(), *saved.codes.values()):
+    for name in (*saved.files, *saved.weights.values(), *saved.others.values()):
         if name not in saved.files or Path(name).name != name:
             raise ModelError(f"{path / SAVED_WEIGHTS} names the shard {name!r}, which it does not list", fix=_AGAIN)
     for name, size in saved.files.items():
