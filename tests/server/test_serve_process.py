@@ -64,10 +64,23 @@ def test_a_signal_lets_requests_finish_and_a_second_one_does_not(tmp_path: Path)
         lines.close()
 
 
-def test_a_unix_socket_and_the_access_log(tmp_path: Path) -> None:
+@pytest.fixture
+def systemd() -> Iterator[socket.socket]:
+    """A socket that hears what systemd is told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        yield heard
+
+
+def test_a_unix_socket_the_access_log_and_what_systemd_hears(
+    tmp_path: Path, systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "socket"
+    systemd.settimeout(60)
+    systemd.bind(str(tmp_path / "systemd"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "systemd"))
     with started("--set", f"server.socket={place}") as (process, said):
         assert said == f"unix:{place}"
+        assert systemd.recv(100) == b"READY=1"
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(place)), timeout=60) as client:
             body = {"prompt": "secret words", "max_tokens": 2}
             assert client.post("http://x/v1/completions", json=body, headers={"x-request-id": "r1"}).status_code == 200
@@ -75,6 +88,7 @@ def test_a_unix_socket_and_the_access_log(tmp_path: Path) -> None:
         assert process.wait(30) == 0
         assert process.stderr is not None
         line = json.loads(process.stderr.read().splitlines()[0])
+        assert systemd.recv(100) == b"STOPPING=1"
     assert (line["method"], line["path"], line["status"], line["request_id"]) == ("POST", "/v1/completions", 200, "r1")
     assert "secret" not in str(line)
     assert not place.exists()

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
         """Drain, or end at once if that has begun."""
         self.force_exit = self.should_exit
         self.should_exit = self._state.draining = True
+        tell_systemd("STOPPING=1")
 
 
 def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
@@ -80,6 +81,7 @@ def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
             state = build_state(llm)
             state.tracing = tracing
             say(_announcement(state, listener, keys))
+            tell_systemd("READY=1")
             with _built_objects_frozen():
                 Server(uvicorn_config(state, keys), state).run(sockets=[listener])
             return 0 if llm.error is None else 2
@@ -165,6 +167,16 @@ def traced(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> Ite
         yield tracing
     finally:
         tracing.close()
+
+
+def tell_systemd(state: str) -> None:
+    """Tell systemd the state of the server, if it asks for that with Type=notify. See sd_notify(3)."""
+    place = os.environ.get("NOTIFY_SOCKET", "")
+    if not place:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as messages:
+        messages.connect(f"\0{place[1:]}" if place.startswith("@") else place)
+        messages.send(state.encode())
 
 
 def _tcp(host: str, port: int) -> socket.socket:
