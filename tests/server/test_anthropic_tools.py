@@ -129,6 +129,7 @@ def test_an_asynchronous_stream_has_the_call(tool_server: RunningServer) -> None
     tool_server.everything_returned()
 
 
+TEXT = {"type": "text", "text": "x", "colour": 1}
 RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
 
 
@@ -140,10 +141,12 @@ RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "missing"}}, "missing"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
+        ({"messages": [], "system": "be brief"}, "messages"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "tool_use_id"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "tool_use"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "tool_use", "id": "x"}]}]}, "content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]}, "redacted"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"messages": [{"role": "user", "content": [TEXT]}]}, "content[0].colour"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}}, "thinking.display"),
         ({"extra_body": {"output_config": {"effort": "low"}}}, "reasoning_effort"),
     ],

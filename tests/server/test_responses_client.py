@@ -334,6 +334,9 @@ def test_a_stream_that_takes_too_long_ends_as_failed(client: openai.OpenAI, serv
         ({"tools": [{"type": "function", "parameters": {}}]}, "tools[0]"),
         ({"tools": TOOLS}, "tools"),  # no parser reads this model's calls
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "function", "name": "missing"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
         ({"background": True}, "background"),

@@ -21,7 +21,8 @@ from slotline.server.conversation import as_messages
 from slotline.server.errors import as_http_error, unsupported
 from slotline.server.fields import as_constraint
 from slotline.server.http import EventStream, begun, json_response, named_event
-from slotline.server.messages_fields import MessagesFields, as_chat, choice_for_chat, tools_for_chat
+from slotline.server.messages_blocks import as_chat
+from slotline.server.messages_fields import MessagesFields, choice_for_chat, tools_for_chat
 from slotline.server.messages_output import Block, BlockWriter
 from slotline.server.outputs import refuse_failed
 from slotline.server.state import ServerState, new_id, within_time

@@ -1,18 +1,19 @@
-"""The body of `/v1/messages`: fields, tools, and blocks as messages of the chat's form."""
+"""The body of `/v1/messages`: its fields and tools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from attrs import define, field
+from msgspec import Meta
 
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
-from slotline.server.errors import HttpError, unsupported
+from slotline.server.errors import HttpError
 from slotline.server.fields import Fields
-from slotline.server.ranges import Factor, Messages, Positive, Scale, Seed, Share, Text, TopK, TopP
+from slotline.server.messages_blocks import MessageIn, TextIn
+from slotline.server.ranges import Factor, Positive, Scale, Seed, Share, Text, TopK, TopP
 
 
 class Thinking(Fields):
@@ -69,10 +70,10 @@ class _Tools(Fields):
 class MessagesFields(Fields, kw_only=True):
     """The body of a request. The remaining fields are slotline's own."""
 
-    messages: Messages
+    messages: Annotated[list[MessageIn], Meta(extra_json_schema={"minItems": 1})]
     max_tokens: Positive
     model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
+    system: str | list[TextIn] | None = None
     stop_sequences: list[Text] | None = None
     stream: bool | None = None
     temperature: Scale | None = None
@@ -132,96 +133,3 @@ def choice_for_chat(choice: ToolChoice | None, tools: Sequence[dict[str, Any]]) 
             fix=f"name one of them: {', '.join(names) or 'there are none'}",
         )
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def as_chat(messages: Sequence[dict[str, Any]], system: str | Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form. A tool's result becomes a message of its own.
-
-    Raises:
-        HttpError, RequestError: if a block cannot be read, or a result belongs to no call.
-    """
-    conversation = _Conversation()
-    if system:
-        conversation.messages.append({"role": "system", "content": _system(system)})
-    for message in messages:
-        conversation.add(message)
-    return conversation.messages
-
-
-@define(eq=False)
-class _Conversation:
-    """Messages that grow. `names` has the functions by the ids of their calls."""
-
-    messages: list[dict[str, Any]] = field(factory=list)
-    names: dict[str, str] = field(factory=dict)
-
-    def add(self, message: dict[str, Any]) -> None:
-        blocks = message.get("content")
-        if not isinstance(blocks, list):
-            self.messages.append(message)
-            return
-        begun: dict[str, Any] | None = None
-        for block in blocks:
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind == "tool_result":
-                self.messages.append(self._result(block))
-                begun = None
-                continue
-            if begun is None:
-                self.messages.append(begun := {**message, "content": []})
-            if kind == "thinking":
-                begun["reasoning_content"] = begun.get("reasoning_content", "") + str(block.get("thinking", ""))
-            elif kind == "tool_use":
-                begun.setdefault("tool_calls", []).append(self._call(block))
-            else:
-                begun["content"].append(_part(block))
-        if begun is not None and not begun["content"]:
-            begun["content"] = ""
-
-    def _call(self, block: dict[str, Any]) -> dict[str, Any]:
-        name, given = block.get("name"), block.get("input")
-        if not isinstance(name, str) or not isinstance(given, dict) or not isinstance(block.get("id"), str):
-            raise RequestError(
-                f"a tool_use block has name={safe_repr(name)} and input={safe_repr(given)}",
-                fix="send back the block as the answer had it, with id, name and input",
-            )
-        self.names[block["id"]] = name
-        return {"id": block["id"], "type": "function", "function": {"name": name, "arguments": given}}
-
-    def _result(self, block: dict[str, Any]) -> dict[str, Any]:
-        called = block.get("tool_use_id")
-        if not isinstance(called, str) or called not in self.names:
-            raise RequestError(
-                f"a tool_result has tool_use_id={safe_repr(called)}, and no tool_use with this id is before it",
-                fix="send the whole conversation, with the answer's tool_use block",
-            )
-        content = block.get("content") or ""
-        parts = [_part(one) for one in content] if isinstance(content, list) else [{"type": "text", "text": content}]
-        if block.get("is_error"):
-            parts.insert(0, {"type": "text", "text": "Error:"})
-        plain = len(parts) == 1 and parts[0].get("type") == "text"
-        text = parts[0]["text"] if plain else parts
-        return {"role": "tool", "tool_call_id": called, "name": self.names[called], "content": text}
-
-
-def _part(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind == "image" and isinstance(source := block.get("source"), dict):
-        if source.get("type") != "base64":
-            raise RequestError("an image's source is no base64", fix="send the image itself; nothing is fetched")
-        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
-        return {"type": "image_url", "image_url": {"url": url}}
-    if kind == "text":
-        return {"type": "text", "text": block.get("text")}  # without marks for a cache that is always on
-    if kind == "redacted_thinking":
-        raise unsupported("redacted_thinking")
-    return block
-
-
-def _system(given: str | Sequence[dict[str, Any]]) -> str:
-    if isinstance(given, str):
-        return given
-    texts = [block.get("text") for block in given if block.get("type") == "text"]
-    if len(texts) != len(given) or not all(isinstance(text, str) for text in texts):
-        raise RequestError("system has a block that is no text", fix="give a text, or blocks of type text")
-    return "\n".join(map(str, texts))

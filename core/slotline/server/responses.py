@@ -22,6 +22,7 @@ from slotline.server.errors import HttpError, as_http_error
 from slotline.server.http import DONE, EventStream, begun, json_response, named_event
 from slotline.server.outputs import refuse_failed
 from slotline.server.responses_fields import (
+    Choice,
     FunctionTool,
     PlainText,
     ReasoningConfig,
@@ -78,7 +79,7 @@ class ResponseResource(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     instructions: str | None
     tools: list[FunctionTool]
-    tool_choice: str | dict[str, Any]
+    tool_choice: Choice
     parallel_tool_calls: bool
     text: TextConfig
     reasoning: ReasoningConfig

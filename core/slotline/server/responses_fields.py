@@ -70,6 +70,22 @@ class FunctionTool(Fields, tag_field="type", tag="function"):
         return {"type": "function", "function": {name: one for name, one in values.items() if one is not None}}
 
 
+class NamedFunction(Fields, tag_field="type", tag="function"):
+    """A function by its name."""
+
+    name: str
+
+
+class AllowedTools(Fields, tag_field="type", tag="allowed_tools"):
+    """The functions that may be called, of those that are given."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+Choice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools
+
+
 class ResponsesFields(SamplingFields, kw_only=True):
     """The body of a request. Where OpenAI has no such field, it is one of slotline's own."""
 
@@ -80,7 +96,7 @@ class ResponsesFields(SamplingFields, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Natural | None = None
     include: list[str] | None = None
@@ -200,25 +216,22 @@ def read_tools(fields: ResponsesFields) -> list[FunctionTool]:
     return msgspec.convert({"tools": fields.tools or []}, _Tools).tools
 
 
-def for_chat(tools: Sequence[FunctionTool], choice: Any) -> tuple[list[dict[str, Any]], Any]:
+def for_chat(tools: Sequence[FunctionTool], choice: Choice | None) -> tuple[list[dict[str, Any]], Any]:
     """Return tools and a choice in the form of chats. Of tools that are not allowed nothing is said to the model.
 
     Raises:
-        HttpError: if the choice names a tool that is none of them.
+        HttpError: if one is allowed that is none of the tools.
     """
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
-        return [tool.for_chat() for tool in tools], {"type": kind, "function": {"name": choice.get("name")}}
-    if kind != "allowed_tools":
+    if isinstance(choice, NamedFunction):
+        return [tool.for_chat() for tool in tools], {"type": "function", "function": {"name": choice.name}}
+    if not isinstance(choice, AllowedTools):
         return [tool.for_chat() for tool in tools], choice
-    named = choice.get("tools")
-    names = [one.get("name") for one in named if isinstance(one, dict)] if isinstance(named, list) else []
-    allowed = [tool.for_chat() for tool in tools if tool.name in names]
-    if not names or len(allowed) != len(set(names)) or choice.get("mode") not in ("auto", "required"):
+    names = {tool.name for tool in choice.tools}
+    if not names or (unknown := names - {tool.name for tool in tools}):
         raise HttpError(
             400,
-            f"tool_choice is {safe_repr(choice)}; give the mode 'auto' or 'required', and tools by their names",
-            param="tool_choice",
+            f"tool_choice allows {safe_repr(min(unknown)) if names else 'no tool'}; name some of tools",
+            param="tool_choice.tools",
             code="invalid_value",
         )
-    return allowed, choice["mode"]
+    return [tool.for_chat() for tool in tools if tool.name in names], choice.mode
