@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 import httpx
@@ -106,8 +107,8 @@ def bound(body: dict[str, Any], limit: str) -> None:
     """Let a request ask for few tokens and outputs."""
     if body.get(limit) is None:
         body[limit] = MOST
-    for name in (limit, "max_completion_tokens", "n", "best_of"):
-        if isinstance(value := body.get(name), int | float) and MOST < value <= 16384:
+    for name, most in ((limit, inf), ("max_completion_tokens", inf), ("n", 16384), ("best_of", 16384)):
+        if isinstance(value := body.get(name), int | float) and MOST < value <= most:
             body[name] = MOST
 
 
