@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,6 +336,19 @@ def test_a_folder_that_is_in_use_is_not_written_to(llama: Path, tmp_path: Path) 
         llm.save_weights(tmp_path / "file" / "folder")
     with pytest.raises(ConfigError, match="folder=7 is no path"):
         llm.save_weights(7)  # type: ignore[arg-type]
+
+
+def test_a_disk_without_room_leaves_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    llm = LLM(model=str(llama), **SETTINGS)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(ModelError, match=r"cannot be saved in .*too large(.|\n)*fix: free some space"):
+            llm.save_weights(tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_line_saves_weights(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers
 from attrs import asdict, field, frozen
 from cattrs import ClassValidationError, Converter
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from slotline.plugins.model_families import saved_codes
@@ -148,7 +149,7 @@ def write(
         (scratch / SAVED_WEIGHTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
         os.replace(scratch, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         fix = "free some space, or name another folder"
         raise ModelError(f"weights cannot be saved in {folder}: {error}", fix=fix) from error
     finally:
@@ -162,8 +163,18 @@ def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str
     found: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"slotline-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: _plain(tensors[name]) for name in names}, folder / file, metadata={"format": "pt"})
+        save_file(_apart({name: _plain(tensors[name]) for name in names}), folder / file, metadata={"format": "pt"})
         found |= dict.fromkeys(names, file)
+    return found
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with a copy of each that shares its memory with another one."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
     return found
 
 
