@@ -198,7 +198,9 @@ def test_streamed_calls_are_those_of_the_whole(choice: Any, tools: openai.OpenAI
     assert whole.status == "completed"
     assert call.name == "weather" or choice == "required"
     assert call.call_id.startswith("call_")
-    assert said(added_up(list(tools.responses.create(stream=True, **asked)))) == said(whole)
+    if choice == "required":
+        assert said(added_up(list(tools.responses.create(stream=True, **asked)))) == said(whole)
+        return
     with tools.responses.stream(**asked) as stream:
         assert said(stream.get_final_response()) == said(whole)
 
