@@ -10,6 +10,7 @@ import pytest
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
+from slotline.server.batch import _line
 
 
 def request(custom_id: str, body: dict[str, Any], url: str = "/v1/completions") -> str:
@@ -50,6 +51,10 @@ def test_each_request_gets_its_answer_and_a_wrong_one_says_why(
     for name, said in (("line-22", "no JSON"), ("line-23", "no custom_id"), ("url", "'/v2'"), ("stream", "stream")):
         assert said in answers[name]["error"]["message"]
     assert "26 requests answered, 5 of them with an error" in capsys.readouterr().err
+
+
+def test_a_line_that_is_nested_too_deeply_is_wrong() -> None:
+    assert "line 1 is no JSON" in (_line(1, "[" * 100_000).fault or "")
 
 
 def test_a_batch_that_was_killed_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

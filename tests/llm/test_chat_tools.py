@@ -10,7 +10,9 @@ import pytest
 from tool_model import CITY, EMPTY, THINKS_AND_CALLS, make_tool_model
 
 from slotline.core import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from slotline.llm.turns import FunctionCall, _as_object
 from slotline.registry.errors import RequestError
+from slotline.server.messages_output import _input
 
 MESSAGES: list[Any] = [{"role": "user", "content": "def read_file(path"}]
 TOOLS: list[Any] = [
@@ -113,3 +115,9 @@ def test_wrong_choices_are_refused(asked: dict[str, Any], said: str, llm: LLM) -
     with pytest.raises(RequestError, match=said):
         llm.chat(MESSAGES, **asked)
     assert not llm.engine.requests
+
+
+def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+    deep = "[" * 5000
+    assert _as_object(FunctionCall("f", deep)) == {"name": "f", "arguments": deep}
+    assert _input(deep) == {"INVALID_JSON": deep}

@@ -77,6 +77,13 @@ def client(server: RunningServer) -> Iterator[httpx.Client]:
             "invalid_value",
             "this server fetches nothing",
         ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5000}}]}]},
+            400,
+            "invalid_value",
+            "the arguments of the tool call 'f' are no JSON",
+        ),
         ("embeddings", {"input": "x"}, 400, "invalid_value", "task"),
     ],
 )

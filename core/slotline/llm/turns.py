@@ -208,7 +208,7 @@ def _as_object(call: FunctionCall) -> dict[str, Any]:
     """Return a call as templates read it. Arguments that are no object stay a text."""
     try:
         arguments = json.loads(call.arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     return {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
 

@@ -68,7 +68,7 @@ def read_batch(path: Path) -> list[BatchLine]:
 def _line(number: int, text: str) -> BatchLine:
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BatchLine(number, f"line-{number}", fault=f"line {number} is no JSON: {error}")
     if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str):
         return BatchLine(number, f"line-{number}", fault=f"line {number} has no custom_id")
@@ -97,7 +97,7 @@ def answered(path: Path) -> frozenset[str]:
     whole = data[: data.rfind(b"\n") + 1]
     try:
         found = frozenset(str(json.loads(line)["custom_id"]) for line in whole.splitlines() if line.strip())
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{str(path)!r} is no file of answers", fix="name another file, or remove it") from error
     if len(whole) < len(data):
         with path.open("r+b") as file:

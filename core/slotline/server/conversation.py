@@ -65,7 +65,7 @@ def _call(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(text or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"the arguments of the tool call {safe_repr(function.get('name'))} are no JSON: {error}",
             fix="send back the arguments that the model wrote",

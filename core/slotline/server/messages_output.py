@@ -100,6 +100,6 @@ class BlockWriter:
 def _input(arguments: str) -> dict[str, Any]:
     try:
         given = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
