@@ -19,6 +19,7 @@ from slotline.server.openapi import ENDPOINTS
 POSTS = sorted(path for path, endpoint in ENDPOINTS.items() if endpoint.body is not None)
 SERVED = ["/detokenize", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
 """Those that the shared server, which generates and has no admin, does not refuse in any case."""
+EMBEDDING = ["/v1/embeddings", "/v1/rerank", "/v1/score"]
 MOST = 3
 """Tokens and outputs of a request."""
 LIMITS = {
@@ -128,8 +129,9 @@ def ask(server: RunningServer, document: dict[str, Any], path: str, mode: Genera
         statuses.append(answer.status_code)
 
     run()
-    good = httpx.post(f"{server.url}/v1/completions", json={"prompt": "def main(", "max_tokens": 1}, timeout=60)
-    assert good.status_code == 200
+    embeds = server.state.llm.loaded.config.task == "embed"
+    following, body = ("embeddings", {"input": "x"}) if embeds else ("completions", {"prompt": "x", "max_tokens": 1})
+    assert httpx.post(f"{server.url}/v1/{following}", json=body, timeout=60).status_code == 200
     server.everything_returned()
     return statuses
 
@@ -139,6 +141,15 @@ def ask(server: RunningServer, document: dict[str, Any], path: str, mode: Genera
 def test_right_requests_are_answered(path: str, examples: int, narrow: dict[str, Any], server: RunningServer) -> None:
     statuses = ask(server, narrow, path, GenerationMode.POSITIVE, examples)
     assert statuses.count(200) > len(statuses) // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EMBEDDING)
+def test_requests_to_an_embedding_model_are_answered_or_refused(
+    path: str, document: dict[str, Any], embedding_server: RunningServer
+) -> None:
+    statuses = ask(embedding_server, document, path, GenerationMode.POSITIVE, 40)
+    assert 200 in statuses
 
 
 @pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
