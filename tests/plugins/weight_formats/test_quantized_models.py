@@ -61,9 +61,12 @@ def test_plain_weights_are_quantized_at_load(method: str, plain: Path, tmp_path:
     assert "weight group lm_head" in text
 
 
-@pytest.mark.parametrize(("family", "form"), [("deepseek_v3", "DeepSeek FP8 blocks"), ("mixtral", "AutoFP8")])
+@pytest.mark.parametrize(
+    ("family", "form", "plugin"),
+    [("deepseek_v3", "DeepSeek FP8 blocks", "dequantized"), ("mixtral", "AutoFP8", "numba")],
+)
 def test_experts_that_are_stored_one_by_one_answer_like_the_dequantized_model(
-    family: str, form: str, tmp_path: Path
+    family: str, form: str, plugin: str, tmp_path: Path
 ) -> None:
     plain = forms.two_layers(tmp_path / "plain", family)
     config = {"weight_block_size": [16, 40]} if "weight_block_size" in forms.FORMS[form].config else {}
@@ -72,7 +75,7 @@ def test_experts_that_are_stored_one_by_one_answer_like_the_dequantized_model(
     forms.write(chosen, plain, tmp_path / "quantized", tmp_path / "meant")
     llm = engine(tmp_path / "quantized")
     same(answer(llm), expected(tmp_path / "meant"))
-    assert {group.plugin for group in llm.plan.weight_groups if group.kind == "experts"} == {"dequantized"}
+    assert {group.plugin for group in llm.plan.weight_groups if group.kind == "experts"} == {plugin}
 
 
 def test_gpt_oss_runs_as_published(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from slotline.registry.contracts.weights import ELEMENTS
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 _ANY = tuple(ELEMENTS)
+_NO_VNNI = "this processor has neither AVX-512 VNNI nor AVX-VNNI"
 _FLOATS = Set(("float32", "bfloat16", "float16"))
 
 
@@ -27,7 +28,14 @@ def probe_vnni(device: DeviceInfo) -> Any:
     """Return what products of rounded activations offer on a device."""
     from slotline.backends.linear.vnni_kernels import lanes
 
-    return vnni.capabilities if lanes() else "this processor has neither AVX-512 VNNI nor AVX-VNNI"
+    return vnni.capabilities if lanes() else _NO_VNNI
+
+
+def probe_vnni_experts(device: DeviceInfo) -> Any:
+    """Return what mixtures of rounded activations offer on a device."""
+    from slotline.backends.linear.vnni_kernels import lanes
+
+    return vnni_experts.capabilities if lanes() else _NO_VNNI
 
 
 dequantized = Descriptor(
@@ -70,7 +78,7 @@ vnni = Descriptor(
     capabilities=LinearCapabilities(
         devices=Set(("cpu",)),
         dtypes=_FLOATS,
-        schemes=Set(("int8", "int6", "int4")),
+        schemes=Set(("int8", "int6", "int4", "mxfp4")),
         scale_groups=Align(exact=(8, 16), multiple_of=32),
         offsets=Flag(True),
         act_order=Flag(True),
@@ -81,7 +89,7 @@ vnni = Descriptor(
     ),
     factory="slotline.backends.linear.vnni_linear:VnniLinear",
     probe="slotline.backends.linear.descriptors:probe_vnni",
-    summary="int8, int6 and int4 by the processor's dot product of bytes: activations are rounded to int8 in groups",
+    summary="int8, int6, int4 and mxfp4 by the processor's dot product of bytes: activations are rounded to int8",
 )
 torch_int8 = Descriptor(
     kind=Kind.LINEAR,
@@ -128,4 +136,42 @@ dequantized_experts = Descriptor(
     ),
     factory="slotline.backends.linear.dequantized:DequantizedExperts",
     summary="any scheme: an expert's weights are dequantized where it is chosen",
+)
+numba_experts = Descriptor(
+    kind=Kind.EXPERTS,
+    name="numba",
+    capabilities=ExpertsCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=_FLOATS,
+        schemes=numba.capabilities.schemes,
+        scale_groups=numba.capabilities.scale_groups,
+        offsets=Flag(True),
+        in_features=Align(multiple_of=32),
+        out_features=Align(multiple_of=64),
+        activations=dequantized_experts.capabilities.activations,
+        bias=Flag(True),
+        priority=10,
+    ),
+    factory="slotline.backends.linear.linear_experts:numba_experts",
+    summary="int8, int6, int4 and fp8: an expert's codes are widened while they are read, compiled by numba",
+)
+vnni_experts = Descriptor(
+    kind=Kind.EXPERTS,
+    name="vnni",
+    capabilities=ExpertsCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=_FLOATS,
+        schemes=vnni.capabilities.schemes,
+        scale_groups=vnni.capabilities.scale_groups,
+        offsets=Flag(True),
+        in_features=Align(multiple_of=32),
+        out_features=Align(multiple_of=64),
+        activations=dequantized_experts.capabilities.activations,
+        bias=Flag(True),
+        activation="int8",
+        priority=20,
+    ),
+    factory="slotline.backends.linear.linear_experts:vnni_experts",
+    probe="slotline.backends.linear.descriptors:probe_vnni_experts",
+    summary="int8, int6, int4 and mxfp4 by the processor's dot product of bytes: activations are rounded to int8",
 )

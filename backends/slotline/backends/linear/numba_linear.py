@@ -148,7 +148,8 @@ class NumbaLinear:
     def _by_rows(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
         """Return scales [rows, groups], those of blocks repeated for each output."""
         block = self._scheme.group[0] or rows
-        scales = scales.repeat_interleave(block, 0)[:rows] if block > 1 else scales
+        if block > 1 and len(scales) < rows:  # parts that were joined keep scales of their own
+            scales = scales.repeat_interleave(block, 0)[:rows]
         return scales.expand(rows, self._scales).contiguous()
 
 

@@ -36,10 +36,14 @@ OFFSETS is 0 for a symmetric scheme. ROUNDED [tokens, inputs] int8, STARTS [toke
 [tokens, groups] float32 are what `round_inputs` writes. TAIL has room for `MOST` vectors in each thread. SCALE_STEP is
 the distance of the scales of two groups in bytes, 0 if a row has one scale. LOW is what is added to a code.
 """
-INT8, INT4 = range(2)
+INT8, INT4, MXFP4 = range(3)
+"""Kinds of codes. Those of MXFP4 are looked up, and stand for twice the number plus 12."""
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
+_E2M1 = tuple(12 + sign * number for sign in (1, -1) for number in _TWICE)
 MOST = 8
 """Most tokens that share a read of the codes."""
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+_LOOKUPS = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}
 _INSTRUCTIONS = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}
 
 
@@ -61,10 +65,8 @@ class _DotCode:
         self.builder, self.kind, self.tokens, self.offsets, self.width = builder, kind, tokens, offsets, width
         self.word, self.int32, self.float = ir.IntType(64), ir.IntType(32), ir.FloatType()
         self.whole, self.vector = ir.VectorType(self.int32, width), ir.VectorType(self.float, width)
-        signature = ir.FunctionType(self.whole, [self.whole] * 3)
-        self.multiply = builder.module.globals.get(_INSTRUCTIONS[width]) or ir.Function(
-            builder.module, signature, _INSTRUCTIONS[width]
-        )
+        self.bytes = ir.VectorType(ir.IntType(8), 4 * width)
+        self.multiply = self._instruction(_INSTRUCTIONS[width], self.whole, 3)
 
     def write(self, told: dict[str, Any], *, narrow: bool) -> None:
         """Write the loop over groups, and store the sums."""
@@ -102,6 +104,19 @@ class _DotCode:
         for t, found in zip(self._all(), scaled, strict=True):
             self._store(found, b.add(told["out"], b.mul(told["out_step"], ir.Constant(self.word, t))), narrow=narrow)
 
+    def _instruction(self, name: str, kind: Any, arguments: int) -> Any:
+        module = self.builder.module
+        return module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, [kind] * arguments), name)
+
+    def _numbers(self, codes: Any) -> Any:
+        """Return what codes of four bits stand for."""
+        if self.kind == INT4:
+            return codes
+        table = ir.Constant(self.bytes, [*_E2M1] * (self.width // 4))
+        lookup = self._instruction(_LOOKUPS[self.width], self.bytes, 2)
+        found = self.builder.call(lookup, [table, self.builder.bitcast(codes, self.bytes)])
+        return self.builder.bitcast(found, self.whole)
+
     def _all(self) -> range:
         return range(self.tokens)
 
@@ -118,7 +133,7 @@ class _DotCode:
             codes = [read]
         else:
             mask, four = self._constant(0x0F0F0F0F), self._constant(4)
-            codes = [b.and_(read, mask), b.and_(b.lshr(read, four), mask)]
+            codes = [self._numbers(b.and_(one, mask)) for one in (read, b.lshr(read, four))]
         for number, code in enumerate(codes):
             place = b.add(b.mul(step, ir.Constant(self.word, len(codes))), ir.Constant(self.word, number))
             for t in self._all():
@@ -195,7 +210,7 @@ def _dot(width: int, kind: int, tokens: int, *, offsets: bool, narrow: bool) -> 
 def _product(width: int, kind: int, *, offsets: bool, narrow: bool) -> Any:
     eight, four, two, one = (_dot(width, kind, n, offsets=offsets, narrow=narrow) for n in (8, 4, 2, 1))
     size = 2 if narrow else 4  # bytes of an output
-    each = 2 if kind == INT4 else 1  # codes of a byte
+    each = 1 if kind == INT8 else 2  # codes of a byte
 
     def product(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (PLACES,))

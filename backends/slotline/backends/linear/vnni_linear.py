@@ -18,6 +18,9 @@ from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
 from slotline.registry.errors import ModelError
 
+KINDS = {"int4": kernels.INT4, "mxfp4": kernels.MXFP4}
+"""Codes of four bits. All others have a byte."""
+_LOW = {kernels.INT8: 128, kernels.INT4: 8, kernels.MXFP4: 12}
 X_GROUP = 32
 """Inputs that are rounded with one scale, where the weight has one scale for each output."""
 ALONE = 1 << 14
@@ -34,7 +37,7 @@ class VnniLinear:
 
     def __init__(self, context: LinearContext) -> None:
         self._scheme, self._inputs = context.scheme, context.in_features
-        self._kind = kernels.INT4 if context.scheme.name == "int4" else kernels.INT8
+        self._kind = KINDS.get(context.scheme.name, kernels.INT8)
         self._scales = context.scheme.scale_shape(1, context.in_features)[1]
         self._groups = self._scales if self._scales > 1 else context.in_features // X_GROUP
         self._narrow = context.dtype == "bfloat16"
@@ -59,7 +62,8 @@ class VnniLinear:
                     fix='set weights.linear = "dequantized"',
                 )
             codes = codes[:, order]
-        packed = {"codes": self._blocks(codes), "scales": self._by_blocks(weight.scales, rows)}
+        scales = weight.scales / 2 if self._kind == kernels.MXFP4 else weight.scales
+        packed = {"codes": self._blocks(codes), "scales": self._by_blocks(scales, rows)}
         if weight.offsets is not None:
             packed["offsets"] = self._by_blocks(weight.offsets, rows)
         return packed if order is None else packed | {"order": order}
@@ -79,16 +83,16 @@ class VnniLinear:
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         rows = -(-out_features // self._width) * self._width
-        codes = rows * in_features // (2 if self._kind == kernels.INT4 else 1)
+        codes = rows * in_features // (1 if self._kind == kernels.INT8 else 2)
         scales = rows * self._scales * 4 * (1 if self._scheme.symmetric else 2)
         return codes + scales + (8 * in_features if self._scheme.act_order else 0)
 
     def _blocks(self, codes: torch.Tensor) -> torch.Tensor:
         """Return codes [rows, inputs] in the layout of `vnni_kernels`, flat."""
-        low = 8 if self._kind == kernels.INT4 else 128
+        low = 0 if self._kind == kernels.MXFP4 else _LOW[self._kind]
         codes = self._padded((codes.to(torch.int16) + low).to(torch.uint8))
         steps = codes.view(-1, self._width, self._inputs // 4, 4).transpose(1, 2)  # [blocks, steps, lanes, 4]
-        if self._kind == kernels.INT4:
+        if self._kind != kernels.INT8:
             pairs = steps.unflatten(1, (-1, 2))
             steps = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
         return steps.contiguous().flatten()
@@ -96,7 +100,8 @@ class VnniLinear:
     def _by_blocks(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
         """Return scales [blocks, groups, lanes], those of blocks of rows repeated for each output."""
         block = self._scheme.group[0] or rows
-        scales = scales.repeat_interleave(block, 0)[:rows] if block > 1 else scales
+        if block > 1 and len(scales) < rows:  # parts that were joined keep scales of their own
+            scales = scales.repeat_interleave(block, 0)[:rows]
         scales = self._padded(scales.expand(rows, self._scales))
         return scales.view(-1, self._width, self._scales).transpose(1, 2).contiguous()
 
@@ -131,7 +136,7 @@ class VnniLinear:
                 tokens,
                 self._threads,
                 0 if self._scales == 1 else 4 * self._width,
-                8 if self._kind == kernels.INT4 else 128,
+                _LOW[self._kind],
             ),
             np.int64,
         )

@@ -6,7 +6,7 @@ import torch
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.experts import ExpertsWorld, activations_of, by_scheme, once
+from slotline.testing.environments.experts import ExpertsWorld, activations_of, by_scheme, once, schemes_of
 
 BYTES_OFF = 0.125
 """Share by which `num_bytes` may differ from the packed tensors."""
@@ -46,6 +46,20 @@ def apply_bias(run: Run) -> None:
     world = ExpertsWorld(run, bias=True)
     for tokens in (1, 12):
         world.check(world.inputs(tokens), f"{tokens} tokens with biases")
+
+
+@check(
+    Kind.EXPERTS,
+    "experts.pack.joined",
+    Level.NUMERICS,
+    cost=0.03,
+    cases=lambda subject: [case for case in by_scheme(subject) if schemes_of(subject)[case["scheme"]].group[0] <= 1],
+)
+def pack_joined(run: Run) -> None:
+    """Gate and up were two weights: where a tensor has one scale, each output of the first product has its own."""
+    world = ExpertsWorld(run, joined=True)
+    for tokens in (1, 9):
+        world.check(world.inputs(tokens), f"{tokens} tokens, gate and up with scales of their own")
 
 
 @check(Kind.EXPERTS, "experts.apply.none", Level.NUMERICS, cases=once, cost=0.01)

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from slotline.registry.contracts import Experts, ExpertsContext, QuantizedWeight, WeightScheme
-from slotline.registry.contracts.weights import ELEMENTS, stack
+from slotline.registry.contracts.weights import ELEMENTS, concatenate, stack
 from slotline.testing.check import Case, Failed, NotApplicable, Run
 from slotline.testing.environments.linear import GROUPS, copied, next_size, random_weight
 from slotline.testing.oracles import experts as oracle
@@ -74,6 +74,7 @@ class ExpertsWorld:
         run: with the cases `scheme` and `dtype`.
         activation: by default the first declared one.
         interleaved, bias: form of the mixture.
+        joined: True if gate and up were two weights, each with scales of its own.
         batch_invariant: True if a token's outputs must be bitwise the same in any batch.
     """
 
@@ -84,6 +85,7 @@ class ExpertsWorld:
         activation: str = "",
         interleaved: bool = False,
         bias: bool = False,
+        joined: bool = False,
         experts: int = 5,
         batch_invariant: bool = False,
     ) -> None:
@@ -110,7 +112,7 @@ class ExpertsWorld:
             max_tokens=MAX_TOKENS,
             batch_invariant=batch_invariant,
         )
-        self.bias = bias
+        self.bias, self.joined = bias, joined
         self.plugin: Experts = run.subject.build(self.context)
         self.weights, self.biases = self.mixture()
         self.packed = self.pack()
@@ -119,15 +121,24 @@ class ExpertsWorld:
         """Return random weights of all experts, whose outputs are of the size of their inputs, and biases."""
         inner = self.out_features // 2
         shapes = ((self.out_features, self.in_features), (self.in_features, inner))
+        parts = (2 if self.joined else 1, 1)
         weights = tuple(
-            stack([_scaled(random_weight(self.scheme, *shape, self.generator)) for _ in range(self.experts)])
-            for shape in shapes
+            stack([self._weight(*shape, count) for _ in range(self.experts)])
+            for shape, count in zip(shapes, parts, strict=True)
         )
         biases = tuple(
             torch.randn(self.experts, shape[0], generator=self.generator).to(self.dtype) if self.bias else None
             for shape in shapes
         )
         return weights, biases  # type: ignore[return-value]
+
+    def _weight(self, out_features: int, in_features: int, parts: int) -> QuantizedWeight:
+        """Return a random weight that is joined of some parts. The second one is twice as large."""
+        shape = (out_features // parts, in_features)
+        found = [_scaled(random_weight(self.scheme, *shape, self.generator)) for _ in range(parts)]
+        if parts == 1:
+            return found[0]
+        return concatenate([evolve(one, scales=one.scales * (1 + place)) for place, one in enumerate(found)])
 
     def pack(self) -> dict[str, torch.Tensor]:
         """Return the packed form of copies of the weights."""
@@ -170,7 +181,7 @@ class ExpertsWorld:
             Failed: naming the output with the largest error.
         """
         wanted, size = oracle.mixture(given[0], self.weights, self.biases, given[1], given[2], self.context)
-        bound = oracle.allowed(wanted, size, self.dtype)
+        bound = oracle.allowed(wanted, size, self.dtype, self.run.subject.capabilities.activation)
         error = (out.cpu().double() - wanted).abs()
         if not error.numel():
             return

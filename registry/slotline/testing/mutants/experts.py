@@ -34,6 +34,19 @@ class NoOffsets(FloatExperts):
         return super().pack(first, second, gate_up_bias, down_bias)
 
 
+class OneScale(FloatExperts):
+    def pack(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> Packed:
+        if self.context.scheme.granularity == "tensor":
+            gate_up = attrs.evolve(gate_up, scales=gate_up.scales[:, :1].expand_as(gate_up.scales))
+        return super().pack(gate_up, down, gate_up_bias, down_bias)
+
+
 class NeverInterleaved(FloatExperts):
     def activate(self, inner: Tensor) -> Tensor:
         if self.context.interleaved:
@@ -172,6 +185,7 @@ def _mutant(name: str, summary: str, level: Level, factory: Any, **offer: Any) -
 MUTANTS: tuple[Mutant, ...] = (
     _mutant("no-weights", "apply takes no experts", Level.CONTRACT, NoWeights),
     _mutant("no-offsets", "leaves offsets out", Level.NUMERICS, NoOffsets),
+    _mutant("one-scale", "takes the scale of the gates for the ups", Level.NUMERICS, OneScale),
     _mutant("never-interleaved", "takes alternating gates and ups for two halves", Level.NUMERICS, NeverInterleaved),
     _mutant("up-is-gate", "activates the ups", Level.NUMERICS, UpIsGate),
     _mutant("one-gelu", "takes the tanh form for the exact one", Level.NUMERICS, OneGelu),

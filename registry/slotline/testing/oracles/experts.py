@@ -17,6 +17,9 @@ weights, the values between the products, the routing weights and the result."""
 ACCUMULATION = 256.0
 """Float32 epsilons of the same size that are always allowed."""
 
+ROUNDED = {"int8": 2.0**-3, "fp8": 2.0**-2}
+"""Further parts of the same size for plugins that round the inputs of both products to that form."""
+
 
 def expert(weight: QuantizedWeight, index: int) -> torch.Tensor:
     """Return the weight [out_features, in_features] of one expert in float64."""
@@ -70,7 +73,14 @@ def mixture(
     return out, size
 
 
-def allowed(out: torch.Tensor, size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the allowed error of each output."""
+def allowed(out: torch.Tensor, size: torch.Tensor, dtype: torch.dtype, activation: str = "") -> torch.Tensor:
+    """Return the allowed error of each output.
+
+    Args:
+        out, size: what `mixture` returned.
+        dtype: of activations.
+        activation: what the plugin rounds them to, "" for nothing.
+    """
     eps, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
-    return (ROUNDINGS * eps + ACCUMULATION * single) * (size + out.abs()) + 1e-30
+    factor = ROUNDINGS * eps + ACCUMULATION * single + ROUNDED.get(activation, 0.0)
+    return factor * (size + out.abs()) + 1e-30
