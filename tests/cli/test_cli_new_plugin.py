@@ -46,7 +46,7 @@ def run(*command: str, cwd: Path) -> str:
     """What a Python module prints that sees the projects; it must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTEST_ADDOPTS": "-p no:schemathesis"},
         cwd=cwd,
         capture_output=True,
         text=True,
