@@ -8,6 +8,7 @@ from attrs import evolve
 
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Flag, GraphSupport, Level, Set
+from slotline.registry.contracts.experts import ExpertsCapabilities
 from slotline.registry.contracts.linear import LinearCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -19,6 +20,15 @@ def probe(device: DeviceInfo) -> Any:
     if (device.compute_capability or (9, 0)) < (8, 9):
         return evolve(triton.capabilities, schemes=Set(("int8", "int4")))
     return triton.capabilities
+
+
+def probe_experts(device: DeviceInfo) -> Any:
+    """Return what Triton's mixtures offer on a device."""
+    if device.type == "cuda" and (reason := why_no_triton()):
+        return reason
+    if (device.compute_capability or (9, 0)) < (8, 9):
+        return evolve(triton_experts.capabilities, schemes=Set(("int8", "int4", "mxfp4")))
+    return triton_experts.capabilities
 
 
 def probe_scaled_mm(device: DeviceInfo) -> Any:
@@ -81,4 +91,24 @@ scaled_mm = Descriptor(
     factory="slotline.backends.linear.triton_linear:ScaledMmLinear",
     probe="slotline.backends.linear.gpu_descriptors:probe_scaled_mm",
     summary="FP8 weights and tokens: the vendor's product for several tokens, Triton's for one",
+)
+triton_experts = Descriptor(
+    kind=Kind.EXPERTS,
+    name="triton",
+    capabilities=ExpertsCapabilities(
+        devices=Set(("cuda",)),
+        dtypes=Set(("bfloat16", "float16")),
+        schemes=Set(("int8", "int4", "fp8", "mxfp4")),
+        scale_groups=Align(multiple_of=32),
+        offsets=Flag(True),
+        in_features=Align(multiple_of=32),
+        out_features=Align(multiple_of=64),
+        activations=Set(("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")),
+        bias=Flag(True),
+        graphs=Level(GraphSupport.ALWAYS),
+        priority=-20,  # behind `dequantized` until it has been timed on a card
+    ),
+    factory="slotline.backends.linear.triton_experts:TritonExperts",
+    probe="slotline.backends.linear.gpu_descriptors:probe_experts",
+    summary="tokens sorted by expert, weights dequantized in registers in one launch for all experts",
 )
