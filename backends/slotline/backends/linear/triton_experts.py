@@ -171,5 +171,6 @@ class TritonExperts:
 def _bytes(codes: torch.Tensor) -> torch.Tensor:
     """Return four-bit codes [.., inputs] as bytes [.., inputs / 2], unsigned: input i low, input i + `HALF` high."""
     low = 8 if codes.dtype == torch.int8 else 0
-    halves = (codes.to(torch.int16) + low).to(torch.uint8).unflatten(-1, (-1, 2, HALF))
+    halves: torch.Tensor = (codes.to(torch.int16) + low).to(torch.uint8)
+    halves = halves.unflatten(-1, (-1, 2, HALF))
     return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
