@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,20 @@ def test_an_adapter_comes_and_goes_with_an_admins_key(guarded: RunningServer) ->
     assert asked(guarded, "/v1/load_lora_adapter", "admin-key", json=wrong).status_code == 400
     assert asked(guarded, "/v1/unload_lora_adapter", "admin-key", json={"lora_name": "typed"}).json()["deleted"]
     assert asked(guarded, "/v1/completions", json={**GOOD, "model": "typed"}).status_code == 404
+
+
+def test_adapters_that_are_loaded_at_the_same_time_are_two(guarded: RunningServer) -> None:
+    folder = guarded.state.llm.engine.runner.model.facts.path / "adapters"
+
+    def change(name: str, what: str = "load", **more: str) -> httpx.Response:
+        return asked(guarded, f"/v1/{what}_lora_adapter", "admin-key", json={"lora_name": name, **more})
+
+    names = ["typed", "docstrings"]
+    with ThreadPoolExecutor() as pool:
+        loaded = list(pool.map(lambda name: change(name, lora_path=str(folder / name)), names))
+    assert [answer.status_code for answer in loaded] == [200, 200], [answer.text for answer in loaded]
+    assert len(set(guarded.state.adapters.values())) == 2
+    assert [change(name, "unload").status_code for name in names] == [200, 200]
 
 
 def test_an_admin_profiles_the_steps(guarded: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

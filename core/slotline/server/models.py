@@ -78,11 +78,12 @@ async def load_adapter(state: ServerState, request: Request) -> Response:
         HttpError, SlotlineError, msgspec.DecodeError: if it cannot be loaded, or its name is taken.
     """
     fields = await state.read(request, LoadAdapterFields)
-    if fields.lora_name in (*state.names, *state.adapters):
-        raise HttpError(400, f"a model has the name {fields.lora_name!r}", param="lora_name", code="name_taken")
-    number = max(await state.llm.list_loras(), default=0) + 1
-    await state.llm.add_lora(LoRARequest(fields.lora_name, number, fields.lora_path))
-    state.adapters[fields.lora_name] = number
+    async with state.changing:
+        if fields.lora_name in (*state.names, *state.adapters):
+            raise HttpError(400, f"a model has the name {fields.lora_name!r}", param="lora_name", code="name_taken")
+        number = max(await state.llm.list_loras(), default=0) + 1
+        await state.llm.add_lora(LoRARequest(fields.lora_name, number, fields.lora_path))
+        state.adapters[fields.lora_name] = number
     return json_response(_card(state, fields.lora_name))
 
 
@@ -93,10 +94,11 @@ async def unload_adapter(state: ServerState, request: Request) -> Response:
         HttpError, SlotlineError, msgspec.DecodeError: if there is none of this name, or a request uses it.
     """
     fields = await state.read(request, UnloadAdapterFields)
-    if fields.lora_name not in state.adapters:
-        raise HttpError(404, f"there is no adapter {fields.lora_name!r}", param="lora_name", code="model_not_found")
-    await state.llm.remove_lora(state.adapters[fields.lora_name])
-    del state.adapters[fields.lora_name]
+    async with state.changing:
+        if fields.lora_name not in state.adapters:
+            raise HttpError(404, f"there is no adapter {fields.lora_name!r}", param="lora_name", code="model_not_found")
+        await state.llm.remove_lora(state.adapters[fields.lora_name])
+        del state.adapters[fields.lora_name]
     return json_response(DeletedModel(id=fields.lora_name))
 
 

@@ -48,6 +48,7 @@ class ServerState:
         max_body: bytes of the largest body.
         tracing: makes the spans of requests, None if they are not traced.
         profiler: of the engine's steps.
+        changing: held while an adapter is loaded or unloaded.
         draining: whether new requests are refused, since the server ends.
         view, view_made: the last answer of `/v1/engine`, and the seconds of the clock when it was made.
     """
@@ -62,6 +63,7 @@ class ServerState:
     tracing: Tracing | None = None
     view: bytes = b""
     view_made: float = -inf
+    changing: asyncio.Lock = field(factory=asyncio.Lock, init=False)
     labels: dict[int, str] = field(init=False)
     max_body: int = field(init=False)
     profiler: Profiler = field(init=False)
