@@ -25,6 +25,7 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     assert all(any(word in reason for word in ("declared",)) for reason in skipped), skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dequantized", "numba", "vnni"])
 def test_ours_passes_all(name):
     records = check_plugin(f"experts:{name}", level=Level.STATEFUL)

@@ -27,6 +27,7 @@ def test_a_right_connector_passes_and_skips_only_what_it_does_not_declare(correc
     assert all("not declared" in reason for reason in skipped), skipped
 
 
+@pytest.mark.slow
 def test_ours_passes_all():
     records = check_plugin("kv_connector:host_memory", options={"memory": "1MiB"})  # 4 GiB are millions of these blocks
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []

@@ -26,6 +26,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [*(c.descriptor for c in CORRECT), "kv_spec:full", "kv_spec:mamba"], ids=lambda t: getattr(t, "name", t)
 )

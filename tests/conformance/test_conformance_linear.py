@@ -37,6 +37,7 @@ def test_ours_passes_all(name):
     assert sum(record.outcome is Outcome.PASSED for record in records) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(lanes() != 16, reason="needs AVX-512 VNNI, which has both widths")
 def test_the_narrow_dot_product_is_right_too(monkeypatch):
     monkeypatch.setattr("slotline.backends.linear.vnni_kernels.lanes", lambda: 8)
@@ -45,6 +46,7 @@ def test_the_narrow_dot_product_is_right_too(monkeypatch):
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
 
 
+@pytest.mark.slow
 def test_a_whole_engine_gives_the_text_of_the_dequantized_weights():
     records = check_plugin("linear:numba", level=Level.ENGINE, only="linear.engine.text")
     assert [record.outcome for record in records if record.id == "linear.engine.text"] == [Outcome.PASSED] * 3

@@ -41,6 +41,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [*(c.descriptor for c in CORRECT), *OURS], ids=lambda t: getattr(t, "name", t))
 def test_a_right_processor_passes_and_skips_only_what_it_does_not_declare(target):
     records = check_plugin(target)

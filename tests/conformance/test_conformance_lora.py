@@ -31,6 +31,7 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     assert all("declared" in reason for reason in skipped), skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "capabilities",
     [

@@ -30,6 +30,7 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     assert all("not declared" in reason for reason in skipped), skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
 def test_ours_pass_up_to_random_traffic(name):
     records = check_plugin(f"structured_output:{name}", level=Level.STATEFUL)

@@ -81,6 +81,7 @@ def cached(folder: Path, tuned: object, monkeypatch: pytest.MonkeyPatch) -> Path
     return folder / "run.toml"
 
 
+@pytest.mark.slow
 def test_every_feasible_backend_is_timed_in_every_case(tuned: dict) -> None:
     done = {t["settings"]["attention.backend"]: t for t in tuned["trials"] if t["varied"] == "backend"}
     assert set(done) == {"cpu", "torch", "flex", "pages", "breaks"}

@@ -48,6 +48,7 @@ def test_shards_merge_to_the_attention_and_the_lse_of_the_whole(
     assert lse < 4e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "backend", "num_shards", "asynchronous"),
     [

@@ -31,6 +31,7 @@ def params(after: str | None, seed: int = 0, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=1, seed=seed, max_tokens=60, structured_outputs=wanted, **more)
 
 
+@pytest.mark.slow
 def test_only_what_follows_the_text_is_held(llm: LLM) -> None:
     free = SamplingParams(temperature=1, seed=0, max_tokens=60)
     begun = 0

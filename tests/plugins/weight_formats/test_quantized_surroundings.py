@@ -107,9 +107,10 @@ def test_a_requests_numbers_are_bitwise_the_same_alone_and_in_a_batch(
     quantize: str, activation: str, plain: Path, tmp_path: Path
 ) -> None:
     path = plain if quantize else written(plain, tmp_path)[0]
-    llm = engine(path, **INVARIANT, **{"weights.quantize": quantize, "weights.activation": activation})
-    plugins = {group.plugin for group in llm.plan.weight_groups}
-    assert plugins == {"vnni"} if activation != "none" and lanes() else {"dequantized"}
+    plugin = "vnni" if activation != "none" and lanes() else "dequantized"
+    settings = {"weights.quantize": quantize, "weights.activation": activation, "weights.linear": plugin}
+    llm = engine(path, **INVARIANT, **settings)
+    assert {group.plugin for group in llm.plan.weight_groups} == {plugin}
     against = {(r.name, reason.code) for g in llm.plan.weight_groups for r in g.rejected for reason in r.reasons}
     assert ("numba", "N175") in against
     assert activation != "none" or not lanes() or ("vnni", "N118") in against
