@@ -62,6 +62,7 @@ def test_logits_equal_those_of_transformers(name: str, optimize: bool, tiny: Tin
     torch.testing.assert_close(logits, logits_reference(path, token_ids.tolist()), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.parametrize("served_by", ["cpu", "torch", "flex"])
 @pytest.mark.behaviour(10, 33)

@@ -23,6 +23,7 @@ class DeviceSlots(TorchState):
         self.on_host = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [TorchState, DeviceSlots])
 @pytest.mark.behaviour(153)
 def test_the_torch_backend_passes_the_suite_up_to_long_histories(factory: type[TorchState]) -> None:

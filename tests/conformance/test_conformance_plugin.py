@@ -118,6 +118,7 @@ def test_the_terminal_shows_levels_failures_and_how_to_repeat_them(whole_run: Pa
     assert f"L3 {FAKE}.more: More works than is declared." in text
 
 
+@pytest.mark.slow
 def test_expected_failures_keep_pytest_green_but_are_not_conformant(tmp_path: Path) -> None:
     table = '{id = "logits_processor.fake.partly[n=2]", kind = "bug", reason = "off by one", url = "https://x/1"}'
     folder = author_folder(
@@ -186,6 +187,7 @@ def test_without_namespace_packages_the_suite_refuses_to_run(tmp_path: Path) -> 
     assert "set consider_namespace_packages = true" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_empty_folder_will_do(tmp_path: Path) -> None:
     options = ("-p", "slotline.testing.plugin", "-o", "consider_namespace_packages=true")
     done = pytest_run(tmp_path, *options, "--slotline-plugin=full", "--collect-only", "-q")

@@ -62,6 +62,7 @@ class OneToken(ReferenceState):
         return super().advance(layer, inputs, before, row)
 
 
+@pytest.mark.slow
 def test_backend_for_one_token_at_a_time_is_given_no_more() -> None:
     outcomes = _passes(descriptor_of("one_token", OneToken, ("mamba2",), query_len=Max(1)))
     assert set(outcomes["state.values.decode"]) == {Outcome.PASSED}
@@ -123,6 +124,7 @@ BY_SLOT = descriptor_of(
 )
 
 
+@pytest.mark.slow
 def test_backend_that_can_be_captured_passes() -> None:
     outcomes = _passes(BY_SLOT)
     assert set(outcomes["state.history.random"]) == {Outcome.PASSED}

@@ -273,6 +273,7 @@ def test_one_kind_of_layers_is_varied_at_a_time() -> None:
     assert refusal[1].startswith("N170 ")
 
 
+@pytest.mark.slow
 def test_the_best_backend_of_each_kind_is_timed_together_with_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))
     tiny_models.build("gemma3", tmp_path / "gemma3", 0)

@@ -82,6 +82,7 @@ def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: st
     assert result.p_value > SIGNIFICANCE, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_text_has_the_targets_distribution_beside_every_drafter(
     tiny: Tiny, engines: Engines, tmp_path: Path, name: str
