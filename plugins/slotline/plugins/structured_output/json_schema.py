@@ -55,6 +55,26 @@ def refuse_values_as_schemas(text: str, place: str) -> None:
                 )
 
 
+def refuse_uncounted_names(text: str, place: str) -> None:
+    """Refuse values of `minProperties` that need several properties whose names are free.
+
+    A grammar counts properties and cannot compare names: a text could repeat one, and have too few once it is read.
+
+    Raises:
+        RequestError: naming the value.
+    """
+    for pointer, part in subschemas(json.loads(text)):
+        if not isinstance(part, Mapping) or not isinstance(least := part.get("minProperties"), int | float):
+            continue
+        required = part.get("required")
+        free = least - len(set(required) if isinstance(required, list) else ())
+        if free > 1 and (part.get("additionalProperties") is not False or part.get("patternProperties")):
+            raise RequestError(
+                f"{place}{pointer[1:]}: minProperties={least} asks for properties of free names, which could repeat",
+                fix="name them under properties and required, or set additionalProperties to false",
+            )
+
+
 def _inside(schema: Any, pointer: str) -> Iterator[tuple[str, Any]]:
     """Yield the schemas at the places that JSON Schema has for them, innermost first."""
     if isinstance(schema, Mapping):

@@ -16,7 +16,7 @@ from attrs import define, field
 from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse, subschemas
+from slotline.plugins.structured_output.json_schema import refuse, refuse_uncounted_names, subschemas
 from slotline.plugins.structured_output.llguidance.patterns import keep_quotes_out, mistaken_name
 from slotline.plugins.structured_output.llguidance.tokenizer import build_tokenizer
 from slotline.plugins.structured_output.number_bounds import refuse_uncounted_multiples
@@ -143,6 +143,7 @@ class LLGuidanceBackend:
                 )
         refuse(screened(text, place), self._schema_refusal, _OTHER, place)
         refuse_uncounted_multiples(text, place, _OTHER)
+        refuse_uncounted_names(text, place)
 
     def _schema_refusal(self, schema: str) -> str | None:
         """Return why llguidance cannot take a schema, or None."""

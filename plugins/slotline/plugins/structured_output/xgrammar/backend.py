@@ -15,7 +15,7 @@ import xgrammar
 from attrs import asdict, define
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse, subschemas
+from slotline.plugins.structured_output.json_schema import refuse, refuse_uncounted_names, subschemas
 from slotline.plugins.structured_output.regex import located, misread, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened
 from slotline.plugins.structured_output.structural_tags import demands, structures
@@ -257,6 +257,7 @@ def _check_schema(text: str, place: str) -> None:
     for (pointer, wanted), (_, part) in zip(asked, subschemas(json.loads(text)), strict=True):
         if why := unenforced(wanted) or unenforced(part) or broken_by(part):
             raise RequestError(f"{place}{pointer[1:]}: XGrammar does not enforce {why}", fix=_OTHER)
+    refuse_uncounted_names(text, place)
     refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER, place)
 
 
