@@ -13,14 +13,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from repository import ROOT
 
+from slotline.backends.linear import numba_kernels
 from slotline.core import LLM, SamplingParams
 from slotline.kernels import kernel_files
 from slotline.kernels.kernel_files import read_kernel, write_kernel
-from slotline.kernels.numba_cache import cached_njit
+from slotline.kernels.numba_cache import KernelCache, cached_njit
 from slotline.planner.measurements import save_measurements
 from slotline.planner.plan import make_plan
 from slotline.registry.cache_folder import cache_folder
@@ -158,6 +160,16 @@ def test_a_function_is_kept_once_for_each_set_of_options_and_types(
             assert compiled.stats.cache_path == str(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert cached_njit()(_double).py_func is _double
+
+
+def test_a_function_that_is_made_with_intrinsics_has_the_same_file_in_every_process() -> None:
+    def name(kind: int) -> str | None:
+        made = numba_kernels._one_token(kind, numba_kernels._dot(kind))  # numba numbers each intrinsic at random
+        return KernelCache(made, {})._name(None, SimpleNamespace(magic_tuple=tuple))
+
+    int8, int4 = name(numba_kernels.INT8), name(numba_kernels.INT4)
+    assert int8 == name(numba_kernels.INT8) is not None
+    assert int4 != int8
 
 
 def _double(x: float) -> float:

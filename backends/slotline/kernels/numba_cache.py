@@ -88,16 +88,29 @@ class KernelCache(NullCache):  # type: ignore[misc]
 
     def _name(self, sig: Any, codegen: Any) -> str | None:
         """Return the file's name, or None for a function whose source cannot be read."""
-        function = self._function
-        source = _digest_of(inspect.getfile(function))
-        if source is None:
+        code = _code(self._function)
+        if code is None:
             return None
-        closure = tuple(cell.cell_contents for cell in function.__closure__ or ())
         versions = numba.__version__, llvmlite.__version__, sys.version, codegen.magic_tuple()
-        code = function.__module__, function.__qualname__, function.__code__.co_firstlineno, source
         key = repr((versions, code, self._options, repr(sig)))
-        digest = hashlib.sha256(key.encode() + (dumps(closure) if closure else b"")).hexdigest()
-        return f"{function.__name__}-{digest[:32]}.nbc"
+        return f"{self._function.__name__}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.nbc"
+
+
+def _code(value: Any) -> Any:
+    """Return what a function depends on, the same in every process. None if its source cannot be read.
+
+    numba gives intrinsics and compiled functions a random number in each process, so a function that is made with one
+    is described by the Python function behind it.
+    """
+    function = getattr(value, "py_func", getattr(value, "_defn", value))
+    if not inspect.isfunction(function):
+        return dumps(value)
+    if (source := _digest_of(inspect.getfile(function))) is None:
+        return None
+    closure = [_code(cell.cell_contents) for cell in function.__closure__ or ()]
+    if None in closure:
+        return None
+    return function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, closure
 
 
 def _folder() -> Path | None:
