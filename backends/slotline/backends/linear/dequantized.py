@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from slotline.backends.linear.mixtures import ExpertByExpert
 from slotline.registry.contracts.experts import ExpertsContext
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
@@ -33,11 +34,12 @@ class DequantizedLinear:
         return code_bytes(self._scheme, out_features, in_features)
 
 
-class DequantizedExperts:
+class DequantizedExperts(ExpertByExpert):
     """Mixture of one scheme and size. See `slotline.registry.contracts.experts.Experts`."""
 
     def __init__(self, context: ExpertsContext) -> None:
-        self._context, self._dtype = context, getattr(torch, context.dtype)
+        super().__init__(context)
+        self._dtype = getattr(torch, context.dtype)
 
     def pack(
         self,
@@ -52,33 +54,16 @@ class DequantizedExperts:
             packed |= {} if bias is None else {f"{name}_bias": bias}
         return packed
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        packed: Mapping[str, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in topk_ids.unique().tolist():
-            if expert >= self._context.experts:
-                continue
-            token, place = torch.where(topk_ids == expert)
-            inner = self._product(x[token], packed, "gate_up", expert)
-            out = self._product(activate(inner, self._context), packed, "down", expert)
-            total.index_add_(0, token, out.float() * topk_weights[token, place, None].float())
-        return total.to(x.dtype)
-
     def num_bytes(self) -> int:
         context = self._context
         first = code_bytes(context.scheme, context.out_features, context.in_features)
         return context.experts * (first + code_bytes(context.scheme, context.in_features, context.out_features // 2))
 
-    def _product(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], name: str, expert: int) -> torch.Tensor:
-        own = {key.removeprefix(f"{name}_"): tensor for key, tensor in packed.items() if key.startswith(f"{name}_")}
-        bias = None if own.get("bias") is None else own.pop("bias")[expert].to(self._dtype)
-        one = {key: tensor[expert] for key, tensor in own.items() if tensor is not None}
-        return functional.linear(x, unpacked(self._context.scheme, one, x.shape[1]).dequantize(self._dtype), bias)
+    def _product(
+        self, name: str, x: torch.Tensor, packed: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight = unpacked(self._context.scheme, packed, x.shape[1]).dequantize(self._dtype)
+        return functional.linear(x, weight, None if bias is None else bias.to(self._dtype))
 
 
 def _tiled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,19 +71,6 @@ def _tiled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     padded = functional.pad(x, (0, 0, 0, -len(x) % _TILE))
     parts = [functional.linear(part, weight) for part in padded.split(_TILE)]
     return torch.cat(parts)[: len(x)]
-
-
-def activate(inner: torch.Tensor, context: ExpertsContext) -> torch.Tensor:
-    """Return the input of the second product [n, out_features / 2] from the output of the first."""
-    gate, up = (inner[..., ::2], inner[..., 1::2]) if context.interleaved else inner.chunk(2, -1)
-    if context.activation == "swiglu_oai":
-        limit, alpha = context.constants["limit"], context.constants["alpha"]
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (up + 1)
-    if context.activation in ("gelu", "gelu_tanh"):
-        approximate = "tanh" if context.activation == "gelu_tanh" else "none"
-        return functional.gelu(gate, approximate=approximate) * up
-    return (functional.relu(gate) if context.activation == "relu" else functional.silu(gate)) * up
 
 
 def packed_codes(weight: QuantizedWeight) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from slotline.registry.contracts.weights import ELEMENTS
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 _ANY = tuple(ELEMENTS)
-_NO_VNNI = "this processor has neither AVX-512 VNNI nor AVX-VNNI"
+_ACTIVATIONS = Set(("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"))
 _FLOATS = Set(("float32", "bfloat16", "float16"))
 
 
@@ -26,16 +26,36 @@ def probe_dequantized(device: DeviceInfo) -> Any:
 
 def probe_vnni(device: DeviceInfo) -> Any:
     """Return what products of rounded activations offer on a device."""
-    from slotline.backends.linear.vnni_kernels import lanes
-
-    return vnni.capabilities if lanes() else _NO_VNNI
+    return _with_vnni(vnni)
 
 
 def probe_vnni_experts(device: DeviceInfo) -> Any:
     """Return what mixtures of rounded activations offer on a device."""
+    return _with_vnni(vnni_experts)
+
+
+def _with_vnni(descriptor: Descriptor[Any]) -> Any:
     from slotline.backends.linear.vnni_kernels import lanes
 
-    return vnni_experts.capabilities if lanes() else _NO_VNNI
+    return descriptor.capabilities if lanes() else "this processor has neither AVX-512 VNNI nor AVX-VNNI"
+
+
+def _of_products(linear: Descriptor[LinearCapabilities]) -> ExpertsCapabilities:
+    """Return what a mixture of a linear plugin's products offers."""
+    offer = linear.capabilities
+    return ExpertsCapabilities(
+        devices=offer.devices,
+        dtypes=offer.dtypes,
+        schemes=offer.schemes,
+        scale_groups=offer.scale_groups,
+        offsets=offer.offsets,
+        in_features=offer.in_features,
+        out_features=Align(multiple_of=64),  # half of them are the inputs of the second product
+        activations=_ACTIVATIONS,
+        bias=Flag(True),
+        activation=offer.activation,
+        priority=offer.priority,
+    )
 
 
 dequantized = Descriptor(
@@ -130,7 +150,7 @@ dequantized_experts = Descriptor(
         schemes=Set(_ANY),
         ragged=Flag(True),
         offsets=Flag(True),
-        activations=Set(("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai")),
+        activations=_ACTIVATIONS,
         bias=Flag(True),
         priority=-10,
     ),
@@ -140,37 +160,14 @@ dequantized_experts = Descriptor(
 numba_experts = Descriptor(
     kind=Kind.EXPERTS,
     name="numba",
-    capabilities=ExpertsCapabilities(
-        devices=Set(("cpu",)),
-        dtypes=_FLOATS,
-        schemes=numba.capabilities.schemes,
-        scale_groups=numba.capabilities.scale_groups,
-        offsets=Flag(True),
-        in_features=Align(multiple_of=32),
-        out_features=Align(multiple_of=64),
-        activations=dequantized_experts.capabilities.activations,
-        bias=Flag(True),
-        priority=10,
-    ),
+    capabilities=_of_products(numba),
     factory="slotline.backends.linear.linear_experts:numba_experts",
     summary="int8, int6, int4 and fp8: an expert's codes are widened while they are read, compiled by numba",
 )
 vnni_experts = Descriptor(
     kind=Kind.EXPERTS,
     name="vnni",
-    capabilities=ExpertsCapabilities(
-        devices=Set(("cpu",)),
-        dtypes=_FLOATS,
-        schemes=vnni.capabilities.schemes,
-        scale_groups=vnni.capabilities.scale_groups,
-        offsets=Flag(True),
-        in_features=Align(multiple_of=32),
-        out_features=Align(multiple_of=64),
-        activations=dequantized_experts.capabilities.activations,
-        bias=Flag(True),
-        activation="int8",
-        priority=20,
-    ),
+    capabilities=_of_products(vnni),
     factory="slotline.backends.linear.linear_experts:vnni_experts",
     probe="slotline.backends.linear.descriptors:probe_vnni_experts",
     summary="int8, int6, int4 and mxfp4 by the processor's dot product of bytes: activations are rounded to int8",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.backends.linear.dequantized import activate
+from slotline.backends.linear.mixtures import ExpertByExpert
 from slotline.backends.linear.numba_linear import NumbaLinear
 from slotline.backends.linear.vnni_linear import VnniLinear
 from slotline.registry.contracts.experts import ExpertsContext
@@ -15,7 +15,7 @@ from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
 
 
-class LinearExperts:
+class LinearExperts(ExpertByExpert):
     """Mixture of one scheme and size. See `slotline.registry.contracts.experts.Experts`.
 
     Args:
@@ -23,7 +23,7 @@ class LinearExperts:
     """
 
     def __init__(self, context: ExpertsContext, linear: type[Any]) -> None:
-        self._context = context
+        super().__init__(context)
         sizes = {
             "gate_up": (context.out_features, context.in_features),
             "down": (context.in_features, context.out_features // 2),
@@ -45,32 +45,14 @@ class LinearExperts:
             packed |= {} if bias is None else {f"{name}_bias": bias}
         return packed
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        packed: Mapping[str, torch.Tensor],
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in topk_ids.unique().tolist():
-            if expert >= self._context.experts:
-                continue
-            token, place = torch.where(topk_ids == expert)
-            inner = self._product(x[token], packed, "gate_up", expert)
-            out = self._product(activate(inner, self._context).contiguous(), packed, "down", expert)
-            total.index_add_(0, token, out.float() * topk_weights[token, place, None].float())
-        return total.to(x.dtype)
-
     def num_bytes(self) -> int:
         one = sum(product.num_bytes(*self._sizes[name]) for name, product in self._products.items())
         return self._context.experts * int(one)
 
-    def _product(self, x: torch.Tensor, packed: Mapping[str, torch.Tensor], name: str, expert: int) -> torch.Tensor:
-        first = len(name) + 1
-        own = {key[first:]: tensor[expert] for key, tensor in packed.items() if key.startswith(name)}
-        bias = own.pop("bias", None)
-        out: torch.Tensor = self._products[name].apply(x, own, self._sizes[name][0])
+    def _product(
+        self, name: str, x: torch.Tensor, packed: Mapping[str, torch.Tensor], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._products[name].apply(x, packed, self._sizes[name][0])
         return out if bias is None else out.add_(bias)
 
 

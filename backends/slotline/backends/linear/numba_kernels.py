@@ -37,28 +37,21 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 _LANES = 16
 
 
-@intrinsic
-def _float32_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+def _pointer(kind: Any) -> Any:
+    """Return an intrinsic: the pointer to numbers of a kind at an address."""
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    @intrinsic
+    def pointer(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
+        return types.CPointer(kind)(types.int64), codegen
 
-@intrinsic
-def _uint8_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(types.int64), codegen
+    return pointer
 
 
-@intrinsic
-def _int8_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int8)(types.int64), codegen
+float32_at, int32_at, int8_at = (_pointer(kind) for kind in (types.float32, types.int32, types.int8))
+uint16_at, uint8_at = (_pointer(kind) for kind in (types.uint16, types.uint8))
 
 
 @intrinsic
@@ -303,11 +296,11 @@ def _one_token(kind: int, dot: Any) -> Any:
         rows, inputs, groups = told[ROWS], told[INPUTS], told[GROUPS]
         size, width = inputs // groups, inputs // 2 if kind == INT4 else inputs
         half, has_offsets = size // 2, told[OFFSETS] != 0
-        out = carray(_float32_at(told[OUT]), (rows,))
-        scales = carray(_float32_at(told[SCALES]), (rows, groups * each))
-        offsets = carray(_float32_at(told[OFFSETS]), (rows, groups * each))
-        x = carray(_float32_at(told[X]), (groups, 2, half))
-        sums = carray(_float32_at(told[SCRATCH] + thread * inputs * 4), (groups * each,))
+        out = carray(float32_at(told[OUT]), (rows,))
+        scales = carray(float32_at(told[SCALES]), (rows, groups * each))
+        offsets = carray(float32_at(told[OFFSETS]), (rows, groups * each))
+        x = carray(float32_at(told[X]), (groups, 2, half))
+        sums = carray(float32_at(told[SCRATCH] + thread * inputs * 4), (groups * each,))
         if has_offsets or kind == INT4:
             for group in range(groups):
                 one, other = np.float32(0), np.float32(0)
@@ -339,14 +332,14 @@ def _one_scale(kind: int) -> Any:
 
     The compiler makes a better loop of it than of groups.
     """
-    read, widen = (_uint8_at, _float8) if kind == FP8 else (_int8_at, _whole)
+    read, widen = (uint8_at, _float8) if kind == FP8 else (int8_at, _whole)
 
     def one_scale(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (PLACES,))
         rows, inputs = told[ROWS], told[INPUTS]
         codes = carray(read(told[CODES]), (rows, inputs))
-        scales, out = carray(_float32_at(told[SCALES]), (rows,)), carray(_float32_at(told[OUT]), (rows,))
-        x = carray(_float32_at(told[X]), (inputs,))
+        scales, out = carray(float32_at(told[SCALES]), (rows,)), carray(float32_at(told[OUT]), (rows,))
+        x = carray(float32_at(told[X]), (inputs,))
         first, last = _share(told, thread)
         for row in range(first, last):
             total = np.float32(0)
@@ -364,10 +357,10 @@ def _few_tokens(kind: int, decode: Any) -> Any:
         told = carray(told_at, (PLACES,))
         rows, inputs, groups, tokens = told[ROWS], told[INPUTS], told[GROUPS], told[TOKENS]
         width = inputs // 2 if kind == INT4 else inputs
-        x = carray(_float32_at(told[X]), (tokens, inputs))
-        out = carray(_float32_at(told[OUT]), (tokens, rows))
+        x = carray(float32_at(told[X]), (tokens, inputs))
+        out = carray(float32_at(told[OUT]), (tokens, rows))
         at = told[SCRATCH] + thread * inputs * 4
-        scratch = carray(_float32_at(at), (inputs,))
+        scratch = carray(float32_at(at), (inputs,))
         first, last = _share(told, thread)
         for row in range(first, last):
             offsets = told[OFFSETS] + row * groups * scale_bytes if told[OFFSETS] != 0 else 0

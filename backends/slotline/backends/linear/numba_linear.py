@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch.nn import functional
 
 from slotline.backends.linear import numba_kernels as kernels
-from slotline.backends.linear.torch_threads import torch_team
+from slotline.backends.linear.layouts import for_each_output, input_order
+from slotline.backends.linear.workers import Workers
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
-from slotline.registry.errors import ModelError
 
 KINDS = {"int8": kernels.INT8, "int6": kernels.INT8, "int4": kernels.INT4, "fp8": kernels.FP8}
 FEW = 8
@@ -25,7 +22,6 @@ PAIRED = 16
 """Inputs of a group that is too small for two halves of sixteen lanes."""
 TILE = 1 << 20
 """Elements of a tile."""
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 class NumbaLinear:
@@ -44,9 +40,8 @@ class NumbaLinear:
             self._groups //= 2
         self._size = context.in_features // self._groups
         self._dtype: torch.dtype = getattr(torch, context.dtype)
-        self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
-        self._team = torch_team() if self._threads > 1 else None
-        self._scratch = torch.empty(self._threads, self._inputs)
+        self._workers = Workers()
+        self._scratch = torch.empty(self._workers.count, self._inputs)
         self._halves = torch.tensor([[1.0], [1 / 16]])  # as `numba_kernels.one_token` wants inputs of four-bit codes
         plain = self._scales == 1 and self._kind != kernels.INT4 and self._scheme.symmetric
         self._single = kernels.one_scale if plain else kernels.one_token
@@ -54,16 +49,9 @@ class NumbaLinear:
         self._tile = torch.empty(0, dtype=self._dtype if self._narrow else torch.float32)
 
     def pack(self, weight: QuantizedWeight) -> Mapping[str, torch.Tensor]:
-        rows, order = weight.out_features, None
-        codes, scales = weight.codes, self._by_rows(weight.scales, rows)
-        if weight.g_idx is not None:
-            order = weight.g_idx.long().argsort(stable=True)
-            if not torch.equal(weight.g_idx.bincount(), torch.full((self._scales,), self._inputs // self._scales)):
-                raise ModelError(
-                    f"g_idx puts unequal numbers of inputs into {self._scales} groups",
-                    fix='set weights.linear = "dequantized"',
-                )
-            codes = codes[:, order]
+        rows, order = weight.out_features, input_order(weight, self._scales)
+        scales = self._by_rows(weight.scales, rows)
+        codes = weight.codes if order is None else weight.codes[:, order]
         codes = codes.contiguous().view(torch.uint8)
         if self._kind == kernels.INT4:
             halves = ((codes + 8) & 15).view(rows, self._groups, 2, self._size // 2)
@@ -129,30 +117,14 @@ class NumbaLinear:
                 self._inputs,
                 self._groups,
                 tokens,
-                self._threads,
-                *[0] * (kernels.PLACES - kernels.FIRST),
+                *[0] * (kernels.PLACES - kernels.THREADS),
             ),
             np.int64,
         )
 
     def _run(self, kernel: Any, told: np.ndarray[Any, Any]) -> None:
-        if self._threads == 1:
-            _directly(kernel, self._kind)(told.ctypes.data, 0)
-        elif self._team is None:
-            kernels.on_threads(kernel(self._kind).address, told, self._threads)
-        else:
-            own, team = told.ctypes.data, self._team
-            told[kernels.KERNEL :] = kernel(self._kind).address, team.thread_num, team.num_threads, own
-            team.run(kernels.member().address, own, self._threads)
+        self._workers.run(kernel(self._kind), told, self._workers.count)
 
     def _by_rows(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
         """Return scales [rows, groups], those of blocks repeated for each output."""
-        block = self._scheme.group[0] or rows
-        if block > 1 and len(scales) < rows:  # parts that were joined keep scales of their own
-            scales = scales.repeat_interleave(block, 0)[:rows]
-        return scales.expand(rows, self._scales).contiguous()
-
-
-@cache
-def _directly(kernel: Any, kind: int) -> Any:
-    return _CALL(kernel(kind).address)
+        return for_each_output(scales, self._scheme.group[0], rows).contiguous()

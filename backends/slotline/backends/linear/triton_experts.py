@@ -9,7 +9,8 @@ import torch
 import triton
 from attrs import frozen
 
-from slotline.backends.linear.dequantized import activate
+from slotline.backends.linear.layouts import for_each_output
+from slotline.backends.linear.mixtures import activate
 from slotline.backends.linear.triton_grouped import CODES, INT4, MXFP4, grouped
 from slotline.registry.contracts.experts import ExpertsContext
 from slotline.registry.contracts.weights import QuantizedWeight
@@ -94,7 +95,8 @@ class TritonExperts:
             packed[f"{name}_codes"] = weight.codes.contiguous() if self._kind == CODES else _bytes(weight.codes)
             for key, part in (("scales", weight.scales), ("offsets", weight.offsets)):
                 if part is not None:
-                    packed[f"{name}_{key}"] = self._for_outputs(part, weight)
+                    every = for_each_output(part, self._context.scheme.group[0], weight.out_features)
+                    packed[f"{name}_{key}"] = every.to(self._scale_dtype).contiguous()
             packed |= {} if bias is None else {f"{name}_bias": bias}
         if gate_up.codes.is_cuda:  # launches are timed now, as no capture may do it
             self._rehearse(packed)
@@ -135,13 +137,6 @@ class TritonExperts:
         if not self._group:
             return torch.float32
         return torch.bfloat16 if self._kind == MXFP4 else torch.float16
-
-    def _for_outputs(self, part: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-        """Return scales or offsets [experts, row groups, column groups] for each output."""
-        rows, outputs = self._context.scheme.group[0], weight.out_features
-        if part.shape[1] < outputs:
-            part = part.expand(-1, outputs, -1) if rows == 0 else part.repeat_interleave(rows, 1)[:, :outputs]
-        return part.to(self._scale_dtype).contiguous()
 
     def _rehearse(self, packed: Mapping[str, torch.Tensor]) -> None:
         """Run once with each size of block."""

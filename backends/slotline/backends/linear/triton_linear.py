@@ -9,6 +9,7 @@ import torch
 import triton
 from torch.nn import functional
 
+from slotline.backends.linear.layouts import for_each_output
 from slotline.backends.linear.triton_kernels import dequantize, few_tokens, one_token, round_tokens
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
@@ -53,7 +54,7 @@ class TritonLinear:
         # Scales of groups are read for each few codes. Most quantizers make them in sixteen bits.
         kept = torch.float32 if self._group == self._in else torch.float16
         packed = {
-            name: _for_each_output(part, rows, weight.out_features).to(kept).contiguous()
+            name: for_each_output(part, rows, weight.out_features).to(kept).contiguous()
             for name, part in (("scales", weight.scales), ("offsets", weight.offsets))
             if part is not None
         }
@@ -126,13 +127,6 @@ def round_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     round_tokens[(len(x),)](x, rounded, scales, x.shape[1], block=1024, num_warps=4)
     return rounded, scales
-
-
-def _for_each_output(part: torch.Tensor, rows: int, out_features: int) -> torch.Tensor:
-    """Return scales or offsets [row groups, column groups] as [out_features, column groups]."""
-    if rows == 0:
-        return part.expand(out_features, -1)
-    return part if rows == 1 else part.repeat_interleave(rows, 0)[:out_features]
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,14 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from slotline.backends.linear.numba_kernels import _float32_at, _int8_at, _uint8_at
+from slotline.backends.linear.numba_kernels import PLACES as FIRST_FREE
+from slotline.backends.linear.numba_kernels import THREADS, float32_at, int8_at, int32_at, uint8_at, uint16_at
 from slotline.kernels.numba_cache import cached_cfunc
 
-CODES, SCALES, OFFSETS, X, OUT, ROUNDED, STARTS, X_SCALES, X_SUMS, TAIL = range(10)
-ROWS, INPUTS, GROUPS, TOKENS, THREADS, SCALE_STEP, LOW = range(10, 17)
-PLACES = 17
-"""Places of the numbers that a kernel is told: addresses, then sizes.
+CODES, SCALES, OFFSETS, X, OUT, ROUNDED, STARTS, X_SCALES, X_SUMS, TAIL = range(THREADS)
+ROWS = THREADS + 1
+INPUTS, GROUPS, TOKENS, SCALE_STEP, LOW, PLACES = range(FIRST_FREE, FIRST_FREE + 6)
+"""Places of the numbers that a kernel is told: addresses, then sizes. THREADS and those after ROWS are for `Workers`.
 
 OFFSETS is 0 for a symmetric scheme. ROUNDED [tokens, inputs] int8, STARTS [tokens, groups] int32, X_SCALES and X_SUMS
 [tokens, groups] float32 are what `round_inputs` writes. TAIL has room for `MOST` vectors in each thread. SCALE_STEP is
@@ -244,29 +245,13 @@ def _product(width: int, kind: int, *, offsets: bool, narrow: bool) -> Any:
                     one(codes, scales, added, x, starts, x_scales, x_sums, to, to_step, inputs, groups, steps, step)
                 if left < width:
                     for row in range(count):
-                        source = carray(_uint8_at(to + row * to_step), (left * size,))
-                        target = carray(_uint8_at(out + row * out_step), (left * size,))
+                        source = carray(uint8_at(to + row * to_step), (left * size,))
+                        target = carray(uint8_at(out + row * out_step), (left * size,))
                         for place in range(left * size):
                             target[place] = source[place]
                 token += count
 
     return product
-
-
-@intrinsic
-def _int32_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int32)(types.int64), codegen
-
-
-@intrinsic
-def _uint16_at(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint16)(types.int64), codegen
 
 
 @njit(inline="always")
@@ -280,18 +265,18 @@ def _wide(bits):  # type: ignore[no-untyped-def]
 
 
 def _round_inputs(*, narrow: bool) -> Any:
-    read, widen = (_uint16_at, _wide) if narrow else (_float32_at, _same)
+    read, widen = (uint16_at, _wide) if narrow else (float32_at, _same)
 
     def round_inputs(told_at, thread):  # type: ignore[no-untyped-def]
         told = carray(told_at, (PLACES,))
         inputs, groups, tokens = told[INPUTS], told[GROUPS], told[TOKENS]
         length = inputs // groups
         x = carray(read(told[X]), (tokens, groups, length))
-        rounded = carray(_int8_at(told[ROUNDED]), (tokens, groups, length))
-        starts = carray(_int32_at(told[STARTS]), (tokens, groups))
+        rounded = carray(int8_at(told[ROUNDED]), (tokens, groups, length))
+        starts = carray(int32_at(told[STARTS]), (tokens, groups))
         scales, sums = (
-            carray(_float32_at(told[X_SCALES]), (tokens, groups)),
-            carray(_float32_at(told[X_SUMS]), (tokens, groups)),
+            carray(float32_at(told[X_SCALES]), (tokens, groups)),
+            carray(float32_at(told[X_SUMS]), (tokens, groups)),
         )
         low = np.int32(told[LOW])
         for token in range(thread * tokens // told[THREADS], (thread + 1) * tokens // told[THREADS]):

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from slotline.backends.linear import numba_kernels
 from slotline.backends.linear import vnni_kernels as kernels
-from slotline.backends.linear.torch_threads import torch_team
+from slotline.backends.linear.layouts import for_each_output, input_order
+from slotline.backends.linear.workers import Workers
 from slotline.registry.contracts.linear import LinearContext
 from slotline.registry.contracts.weights import QuantizedWeight
-from slotline.registry.errors import ModelError
 
 KINDS = {"int4": kernels.INT4, "mxfp4": kernels.MXFP4}
 """Codes of four bits. All others have a byte."""
 _LOW = {kernels.INT8: 128, kernels.INT4: 8, kernels.MXFP4: 12}
+_FOR_WORKERS = (0,) * (kernels.INPUTS - kernels.ROWS - 1)
 X_GROUP = 32
 """Inputs that are rounded with one scale, where the weight has one scale for each output."""
 ALONE = 1 << 14
 """Up to so many inputs of all tokens are rounded by the calling thread alone."""
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 class VnniLinear:
@@ -42,9 +38,8 @@ class VnniLinear:
         self._groups = self._scales if self._scales > 1 else context.in_features // X_GROUP
         self._narrow = context.dtype == "bfloat16"
         self._width = kernels.lanes()
-        self._threads = max(1, min(torch.get_num_threads(), int(numba.config.NUMBA_NUM_THREADS)))
-        self._team = torch_team() if self._threads > 1 else None
-        self._tail = torch.empty(self._threads, kernels.MOST, self._width)
+        self._workers = Workers()
+        self._tail = torch.empty(self._workers.count, kernels.MOST, self._width)
         self._rounded = torch.empty(0, dtype=torch.int8)
         self._numbers = torch.empty(0)
         self._round = kernels.round_inputs(narrow=self._narrow)
@@ -53,15 +48,8 @@ class VnniLinear:
         )
 
     def pack(self, weight: QuantizedWeight) -> Mapping[str, torch.Tensor]:
-        rows, order, codes = weight.out_features, None, weight.codes
-        if weight.g_idx is not None:
-            order = weight.g_idx.long().argsort(stable=True)
-            if not torch.equal(weight.g_idx.bincount(), torch.full((self._scales,), self._inputs // self._scales)):
-                raise ModelError(
-                    f"g_idx puts unequal numbers of inputs into {self._scales} groups",
-                    fix='set weights.linear = "dequantized"',
-                )
-            codes = codes[:, order]
+        rows, order = weight.out_features, input_order(weight, self._scales)
+        codes = weight.codes if order is None else weight.codes[:, order]
         scales = weight.scales / 2 if self._kind == kernels.MXFP4 else weight.scales
         packed = {"codes": self._blocks(codes), "scales": self._by_blocks(scales, rows)}
         if weight.offsets is not None:
@@ -77,8 +65,8 @@ class VnniLinear:
         out = x.new_empty(tokens, out_features)
         if tokens:
             told = self._told(x, packed, out)
-            self._run(self._round, told, 1 if x.numel() <= ALONE else self._threads)
-            self._run(self._product, told, self._threads)
+            self._workers.run(self._round, told, 1 if x.numel() <= ALONE else self._workers.count)
+            self._workers.run(self._product, told, self._workers.count)
         return out.to(dtype)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
@@ -99,10 +87,7 @@ class VnniLinear:
 
     def _by_blocks(self, scales: torch.Tensor, rows: int) -> torch.Tensor:
         """Return scales [blocks, groups, lanes], those of blocks of rows repeated for each output."""
-        block = self._scheme.group[0] or rows
-        if block > 1 and len(scales) < rows:  # parts that were joined keep scales of their own
-            scales = scales.repeat_interleave(block, 0)[:rows]
-        scales = self._padded(scales.expand(rows, self._scales))
+        scales = self._padded(for_each_output(scales, self._scheme.group[0], rows))
         return scales.view(-1, self._width, self._scales).transpose(1, 2).contiguous()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -130,32 +115,14 @@ class VnniLinear:
                 numbers + 4 * size,
                 numbers + 8 * size,
                 self._tail.data_ptr(),
+                0,
                 out.shape[1],
+                *_FOR_WORKERS,
                 self._inputs,
                 self._groups,
                 tokens,
-                self._threads,
                 0 if self._scales == 1 else 4 * self._width,
                 _LOW[self._kind],
             ),
             np.int64,
         )
-
-    def _run(self, kernel: Any, told: np.ndarray[Any, Any], threads: int) -> None:
-        told[kernels.THREADS] = threads
-        own = told.ctypes.data
-        if threads == 1:
-            _directly(kernel)(own, 0)
-        elif self._team is None:
-            numba_kernels.on_threads(kernel.address, told, threads)
-        else:
-            member = np.zeros(numba_kernels.PLACES, np.int64)
-            member[numba_kernels.THREADS] = threads
-            team = self._team
-            member[numba_kernels.KERNEL :] = kernel.address, team.thread_num, team.num_threads, own
-            team.run(numba_kernels.member().address, member.ctypes.data, threads)
-
-
-@cache
-def _directly(kernel: Any) -> Any:
-    return _CALL(kernel.address)
