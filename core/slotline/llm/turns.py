@@ -204,13 +204,19 @@ def _no_parser(engine: Engine) -> ToolsError:
     )
 
 
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object, None if they are none, as where they broke off."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _as_object(call: FunctionCall) -> dict[str, Any]:
     """Return a call as templates read it. Arguments that are no object stay a text."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    return {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
+    arguments = read_arguments(call.arguments)
+    return {"name": call.name, "arguments": call.arguments if arguments is None else arguments}
 
 
 def _without_end(one: CompletionOutput, ends: dict[int, str]) -> str:

@@ -5,7 +5,7 @@ A field that is left out and one that is null mean the same. Unknown fields are 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -29,6 +29,9 @@ from slotline.server.ranges import (
     TopK,
     TopP,
 )
+
+if TYPE_CHECKING:
+    from slotline.server.messages_fields import MessagesFields
 
 
 class Fields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -167,7 +170,7 @@ def as_long_as_possible(params: SamplingParams) -> SamplingParams:
     return SamplingParams(**{**{name: getattr(params, name) for name in params.given}, "max_tokens": None})
 
 
-def prompt_options(fields: SamplingFields) -> dict[str, Any]:
+def prompt_options(fields: SamplingFields | MessagesFields) -> dict[str, Any]:
     """Return what else a prompt for `AsyncLLM.generate` may hold."""
     return {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
 

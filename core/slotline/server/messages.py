@@ -19,7 +19,7 @@ from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
 from slotline.server.errors import as_http_error, unsupported
-from slotline.server.fields import as_constraint
+from slotline.server.fields import as_constraint, prompt_options
 from slotline.server.http import EventStream, begun, json_response, named_event
 from slotline.server.messages_blocks import as_chat
 from slotline.server.messages_fields import MessagesFields, choice_for_chat, tools_for_chat
@@ -141,13 +141,12 @@ async def _understood(state: ServerState, fields: MessagesFields, params: Sampli
     )
     prompt = await state.llm.chat_prompt(await as_messages(messages), options)
     answers, params = read_answers(state.llm.engine, called, prompt, reasoning=_thinks(fields), params=params)
-    more = {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
     return Asked(
         state=state,
         id=new_id("msg"),
         name=name,
         adapter=adapter,
-        prompt=prompt | more,
+        prompt=prompt | prompt_options(fields),
         params=params,
         answers=answers,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from attrs import define, field
 from msgspec import Struct
 
 from slotline.core.api.outputs import CompletionOutput
-from slotline.llm.turns import Turn
+from slotline.llm.turns import Turn, read_arguments
 from slotline.registry.contracts import ContentDelta, ReasoningDelta, ResponseEvent, ToolArgumentsDelta, ToolCallBegin
 
 Event = tuple[str, dict[str, Any]]
@@ -98,8 +97,5 @@ class BlockWriter:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    try:
-        given = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        given = None
-    return given if isinstance(given, dict) else {"INVALID_JSON": arguments}
+    found = read_arguments(arguments)
+    return {"INVALID_JSON": arguments} if found is None else found

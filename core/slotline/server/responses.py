@@ -19,6 +19,7 @@ from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.lora_request import AdapterChoice
 from slotline.server.conversation import as_messages
 from slotline.server.errors import HttpError, as_http_error
+from slotline.server.fields import prompt_options
 from slotline.server.http import DONE, EventStream, begun, json_response, named_event
 from slotline.server.outputs import refuse_failed
 from slotline.server.responses_fields import (
@@ -180,13 +181,12 @@ async def _understood(state: ServerState, fields: ResponsesFields, params: Sampl
     answers, params = read_answers(
         state.llm.engine, called, prompt, reasoning=fields.include_reasoning is not False, params=params
     )
-    more = {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
     if fields.request_id:
-        more["request_id"] = fields.request_id
+        prompt["request_id"] = fields.request_id
     return Asked(
         state=state,
         adapter=adapter,
-        prompt=prompt | more,
+        prompt=prompt | prompt_options(fields),
         params=params,
         resource=resource,
         answers=answers,
