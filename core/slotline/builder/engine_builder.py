@@ -7,6 +7,7 @@ from functools import partial
 
 from attrs import define, evolve, field
 
+from slotline.builder.communicators import Ranks, build_communicator, compare, fewest
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graph_capturer import GraphCapturer
@@ -44,6 +45,7 @@ from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
 from slotline.planner.plan import Planned, make_plan
+from slotline.planner.ranks import shard_of
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
@@ -58,6 +60,7 @@ from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError
 from slotline.registry.loading import bind_contract
 from slotline.registry.output_checks import OutputChecks
+from slotline.registry.ranks import ALONE
 
 logger = logging.getLogger("slotline")
 
@@ -65,21 +68,33 @@ _CPU_PROFILE_TOKENS = 256
 _SMALLER_STEPS = "lower scheduler.max_batched_tokens or scheduler.max_requests"
 
 
-def build_engine(loaded: LoadedConfig) -> Engine:
+def build_engine(
+    loaded: LoadedConfig,
+    ranks: Ranks | None = None,
+    engine_class: type[Engine] = Engine,
+    planned: Planned | None = None,
+) -> Engine:
     """Plan, load and allocate.
+
+    Args:
+        ranks: the ranks that build the engine together. None for this process alone.
+        engine_class: the class of the engine.
+        planned: the plan, if it is made already.
 
     Raises:
         SlotlineError: of the kind that fits.
     """
     startup = StepProfiler(enabled=True)
     with startup.scope("plan"):
-        planned = make_plan(loaded)
+        planned = planned or make_plan(loaded, place=ALONE if ranks is None else ranks.place)
+    if ranks is not None:
+        compare(ranks, planned)
     for warning in planned.registry.warnings:
         logger.warning(warning)
     for note in planned.plan.warnings:
         logger.warning("%s %s [%s]", note.code, note.text, note.key)
     with planned.hardware[planned.device].scope():
-        engine = EngineBuilder(planned, startup).build()
+        engine = EngineBuilder(planned, startup, ranks, engine_class).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
     return engine
@@ -92,11 +107,15 @@ class EngineBuilder:
     Attributes:
         planned: the plan with its descriptors and facts.
         startup: times the phases.
+        ranks: the ranks that build the engine together. None for this process alone.
+        engine_class: the class of the engine.
         kernels: those that building waited for.
     """
 
     planned: Planned
     startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
+    ranks: Ranks | None = None
+    engine_class: type[Engine] = Engine
     kernels: list[CompiledKernel] = field(factory=list, init=False)
 
     @property
@@ -227,7 +246,7 @@ class EngineBuilder:
             prefix_unit=planned.plan.block_size,
             extensions=step.extensions,
         )
-        return Engine(
+        return self.engine_class(
             plan=planned.plan,
             rows=parts.rows,
             scheduler=self._scheduler(parts.rows, cache, step.extensions),
@@ -272,6 +291,8 @@ class EngineBuilder:
             progress=config.observability.progress,
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
+            shard=shard_of(planned.place),
+            communicator=build_communicator(planned, self.ranks),
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with (
@@ -360,6 +381,7 @@ class EngineBuilder:
             state_bytes=plan.states.slot_bytes * num_slots if plan.states else 0,
             checkpoints=num_slots - requests if plan.states else 0,
             hardware=None if self.planned.on_host else self.planned.hardware,
+            agree=fewest(self.ranks),
         )
         if report.num_blocks - 1 < sum(held):
             raise CapacityError(

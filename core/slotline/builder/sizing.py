@@ -27,6 +27,7 @@ def size_pool(
     state_bytes: int = 0,
     checkpoints: int = 0,
     hardware: Mapping[str, Device] | None = None,
+    agree: Callable[[int], int] = int,
 ) -> MemoryReport:
     """Size the pool that `cache.memory` allows. The device with the least room for its part of a block decides.
 
@@ -39,6 +40,7 @@ def size_pool(
         state_bytes: bytes already given to state layers, which count as cache.
         checkpoints: number of state slots for checkpoints, for the report.
         hardware: the devices with memory of their own, by torch device string. None if they compute in the host's.
+        agree: gives the number of blocks that all ranks have, of this one's.
 
     Raises:
         CapacityError: if not even one block fits.
@@ -57,7 +59,7 @@ def size_pool(
     taken = state_bytes if isinstance(asked, str) or not own else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
     cache -= taken
-    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # plus the null block
+    num_blocks = agree(min(cache // max(block, 1), useful_blocks) + 1)  # plus the null block
     if num_blocks < 2:
         where = where if len(devices) > 1 else ""
         raise CapacityError(

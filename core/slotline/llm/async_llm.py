@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import finalize
 
-from slotline.builder.engine_builder import build_engine
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -28,6 +27,7 @@ from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.ranks.start import start_engine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ class AsyncLLM:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
         loaded = self.loaded  # the thread does not hold this object, so that it can be collected
         self._deliveries = Deliveries()
-        self._thread = EngineThread(lambda: build_engine(loaded), self._deliveries)
+        self._thread = EngineThread(lambda: start_engine(loaded), self._deliveries)
         self.engine: Engine = self._thread.engine
         self.submitter = Submitter(self.engine)
         self._text = ThreadPoolExecutor(1, "slotline-text")

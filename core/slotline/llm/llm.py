@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from slotline.builder.engine_builder import build_engine
 from slotline.core.api.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -24,6 +23,7 @@ from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.ranks.start import start_engine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class LLM:
         self, config: str | Path | LoadedConfig | None = None, *, overrides: Sequence[str] = (), **settings: Any
     ) -> None:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
-        self.engine: Engine = build_engine(self.loaded)
+        self.engine: Engine = start_engine(self.loaded)
         self.submitter = Submitter(self.engine)
         self._weights: Path | None = None
 

@@ -40,6 +40,15 @@ from slotline.planner.non_chunkable import (
 )
 from slotline.planner.offers import Offers, offers_of
 from slotline.planner.pipeline_parallel import Stages, describe_devices, divide, pipeline_devices
+from slotline.planner.ranks import (
+    CommunicatorChoice,
+    choose_communicator,
+    inspect_shard,
+    layout_of,
+    rank_device,
+    refuse_beside_ranks,
+    tensor_setting,
+)
 from slotline.planner.response_parser import ResponseParserChoice, choose_response_parser, read_answer_facts
 from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
@@ -74,6 +83,7 @@ from slotline.registry.negotiation import (
     state_candidates,
     with_measurements,
 )
+from slotline.registry.ranks import ALONE, Place
 
 LONGEST_BY_DEFAULT = 8192
 SMALL_MODEL = Path(next(iter(find_spec("slotline.core").submodule_search_locations))) / "small_model"  # type: ignore[union-attr,arg-type]
@@ -112,6 +122,8 @@ class Planned:
         plan: the negotiated plan.
         weights: the plugins for quantized weights, None for plain weights.
         load_format: form that the weights are read in: ``hf``, ``sharded`` or ``dummy``.
+        place: this process among the ranks of the engine.
+        communicator: joins the ranks.
     """
 
     loaded: LoadedConfig
@@ -144,6 +156,8 @@ class Planned:
     plan: Plan
     weights: WeightsChoice | None = None
     load_format: str = "hf"
+    place: Place = ALONE
+    communicator: CommunicatorChoice = CommunicatorChoice()
 
     @property
     def device(self) -> str:
@@ -199,29 +213,33 @@ class Planned:
         return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
 
 
-def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True, weights: bool = True) -> Planned:
+def make_plan(
+    loaded: LoadedConfig, *, use_measurements: bool = True, weights: bool = True, place: Place | None = None
+) -> Planned:
     """Discover the plugins, inspect the model and negotiate.
 
     Args:
         use_measurements: let measurements of `slotline tune` decide settings that the configuration leaves open.
         weights: False to plan without downloading the weights of a model on the Hub.
+        place: this process among the ranks of the engine. None for rank 0 of those that the configuration asks for.
 
     Raises:
         SlotlineError: of the kind that fits. Nothing has been allocated then.
     """
     registry = PluginRegistry.discover(loaded)
     with registry.built.naming():
-        return _negotiated(loaded, registry, use_measurements=use_measurements, weights_wanted=weights)
+        place = place or Place(layout=layout_of(loaded))
+        return _negotiated(loaded, registry, place, use_measurements=use_measurements, weights_wanted=weights)
 
 
 def _negotiated(
-    loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool, weights_wanted: bool
+    loaded: LoadedConfig, registry: PluginRegistry, place: Place, *, use_measurements: bool, weights_wanted: bool
 ) -> Planned:
     """Negotiate a plan with these plugins."""
     config = loaded.config
     _load_named(loaded, registry)
     there = Devices(registry, loaded)
-    named = pipeline_devices(loaded, there)
+    named = pipeline_devices(loaded, there) if place.size == 1 else (rank_device(loaded, there, place),)
     shards = context_devices(loaded, there, named)
     hardware = {device.torch_device: device for device in (*there.made(), *named)}
     own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
@@ -235,7 +253,8 @@ def _negotiated(
     if source.quantizable:
         weight_format = choose_format(loaded, registry, path, family_descriptor, saved=source.quantized)
     looked = source.look if weight_format is None else {"quantized": True, **source.look}
-    facts = family.inspect(path, **looked)
+    whole = family.inspect(path, **looked)
+    facts = inspect_shard(family, family_descriptor, whole, looked, place)
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
@@ -261,6 +280,7 @@ def _negotiated(
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter)
+    refuse_beside_ranks(loaded, facts, drafter, place)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
@@ -296,6 +316,7 @@ def _negotiated(
             parser.setting,
             *fast_prefill.settings,
             *microbatches,
+            *tensor_setting(loaded, whole, facts, place),
         ),
     )
     request = evolve(request, facts={**request.facts, **source.facts})
@@ -311,11 +332,13 @@ def _negotiated(
     states = state_candidates(registry, info) if facts.state_layers else ()
     rank = partial(registry.hooks.rank_candidates, device=info)
     plan = negotiate(request, attention, specs, states, rank)
+    communicator = choose_communicator(loaded, registry, info, place, plan.dtype)
     weights = None
     if weight_format is not None:
         weights = choose_weights(loaded, registry, info, facts, weight_format, plan, stages.stages[-1].device)
     if plan.graphs.resolved != "none" and (
         refusal := shards.graphs_refusal
+        or communicator.graphs_refusal
         or _capture_refusal(family, facts, stages, plan, task)
         or weights_capture_refusal(weights)
     ):
@@ -363,6 +386,8 @@ def _negotiated(
     plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
     if weights is not None:
         plan = with_weights(plan, loaded, registry, weights)
+    if communicator.part is not None:
+        plan = evolve(plan, settings=(*plan.settings, *communicator.settings)).with_parts(communicator.part)
     plan = evolve(plan, inline_plugins=loaded.inline_files, notes=(*plan.notes, *model_notes(facts)))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
@@ -399,6 +424,8 @@ def _negotiated(
         plan=plan,
         weights=weights,
         load_format=source.format,
+        place=place,
+        communicator=communicator,
     )
     planned.check_options()
     return planned

@@ -109,6 +109,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             protocol=contracts.WeightFormat,
             further=((contracts.OnlineFormat, _declared("online")),),
         ),
+        Kind.COMMUNICATOR: BuiltContract(
+            protocol=contracts.Communicator,
+            attributes={"rank": _always, "size": _always},
+        ),
     }
 )
 """By kind; the objects that factories make."""

@@ -32,6 +32,7 @@ class Kind(StrEnum):
     LINEAR = "linear"
     EXPERTS = "experts"
     WEIGHT_FORMAT = "weight_format"
+    COMMUNICATOR = "communicator"
 
     @property
     def entry_point_group(self) -> str:

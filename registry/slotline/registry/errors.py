@@ -118,3 +118,7 @@ class IntegrityError(SlotlineError):
 
 class EngineFailedError(SlotlineError):
     """Failure after which an engine takes no more requests. The cause is chained."""
+
+
+class RankError(EngineFailedError):
+    """A rank that died, hangs, raised an error or disagrees with the others. All ranks of the engine have ended."""

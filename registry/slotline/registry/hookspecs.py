@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from slotline.registry.config.schema import Config
     from slotline.registry.contracts import (
         AttentionCapabilities,
+        CommunicatorCapabilities,
         DeviceCapabilities,
         DrafterCapabilities,
         ExpertsCapabilities,
@@ -190,6 +191,15 @@ def slotline_extension() -> Iterable[Descriptor[ExtensionCapabilities]]:
 
     The factory gets an `ExtensionContext` and returns an object with any methods of `StepExtension`, once for each
     engine. Contract 1, `slotline.registry.contracts.extension`.
+    """
+
+
+@hookspec
+def slotline_communicator() -> Iterable[Descriptor[CommunicatorCapabilities]]:
+    """Offer communicators: collectives among the ranks of an engine.
+
+    The factory gets a `CommunicatorContext` and returns a `Communicator`, on every rank once for each group.
+    Contract 1, `slotline.registry.contracts.communicator`.
     """
 
 

@@ -30,6 +30,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.LINEAR: "LinearCapabilities",
         Kind.EXPERTS: "ExpertsCapabilities",
         Kind.WEIGHT_FORMAT: "WeightFormatCapabilities",
+        Kind.COMMUNICATOR: "CommunicatorCapabilities",
     }
 )
 
@@ -51,6 +52,7 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.LINEAR: "name another in weights.linear",
         Kind.EXPERTS: "name another in weights.experts",
         Kind.WEIGHT_FORMAT: "name it under [plugins] block, if another reads the checkpoint",
+        Kind.COMMUNICATOR: "name another in parallel.communicator",
     }
 )
 """What to do about a plugin that cannot be built."""

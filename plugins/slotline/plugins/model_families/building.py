@@ -26,6 +26,8 @@ from slotline.plugins.model_families import (
 from slotline.plugins.model_families.decoder import SERVED
 from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.saved_model import Origin
+from slotline.plugins.model_families.tensor_parallel.collectives import install
+from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 
 Load = Callable[[ModelContext], tuple[Any, torch.nn.Module | None]]
@@ -60,6 +62,7 @@ def build(context: ModelContext, load: Load) -> Built:
     hf_model, encoder = load(context)
     origin = saved_model.origin_of(hf_model, context.dtype)
     checked = _self_checked(hf_model, context)
+    joined = None if context.shard is None else divide(hf_model, context.shard)
     holder, notes = _bind(hf_model, context)
     notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
     parts = stages.parts_of(hf_model, context.device, context.stages)
@@ -74,12 +77,17 @@ def build(context: ModelContext, load: Load) -> Built:
         passed = _over_stages(hf_model, parts, context)
     if encoder is not None:
         hf_model.encoder = encoder.to(parts[0].device)
+    if joined is not None:
+        assert context.communicator is not None
+        install(hf_model, joined, context.communicator)
     return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed))
 
 
 def read_plain(context: ModelContext, load: Load) -> Any:
     """Return a model whose tensors have the names and values of one that `build` returned without passes."""
     fresh, encoder = load(context)
+    if context.shard is not None:
+        divide(fresh, context.shard)
     rope.freeze(fresh, context.facts.max_model_len)
     temperature.settle(fresh, context.facts.max_model_len)
     sparse_index.settle(fresh, context.facts.max_model_len)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from slotline.registry.capability import Flag, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -132,6 +132,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         quantized=Flag(True),
         by_inspection=Flag(True),
         load_formats=Set(("hf", "sharded", "dummy")),
+        tensor=Max(),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -28,9 +28,10 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
+from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.unknown_values import UnknownValues
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.model_family import ModelFacts, ModelParts
+from slotline.registry.contracts.model_family import ModelFacts, ModelParts, Shard
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError, SlotlineError
 
@@ -125,19 +126,21 @@ def recording_attention(
     return query.new_empty((1, query.shape[2], query.shape[1], size)), None
 
 
-def inspect(path: Path, *, weights: bool = True) -> ModelFacts:
+def inspect(path: Path, *, weights: bool = True, shard: Shard | None = None) -> ModelFacts:
     """Look at a checkpoint without reading weights.
 
     Args:
         weights: False for a folder that may hold no weights.
+        shard: part of each layer that is looked at, None for the whole model.
 
     Raises:
         ModelError: if the folder is no checkpoint of a served architecture.
+        NegotiationError: if its layers cannot be divided so.
     """
     found = checkpoint.read(path)
     if weights:
         weight_sizes.require_weights(found)
-    return facts_of(found)
+    return facts_of(found, shard)
 
 
 @contextmanager
@@ -173,6 +176,7 @@ class _Look:
     model_class: Any
     settings: str
     max_model_len: int
+    shard: Shard | None
     found: Checkpoint = field(eq=False)
 
 
@@ -190,14 +194,14 @@ class _Seen:
     hidden_size: int
 
 
-def facts_of(found: Checkpoint) -> ModelFacts:
+def facts_of(found: Checkpoint, shard: Shard | None = None) -> ModelFacts:
     """Return the facts of a decoder's configuration.
 
     Raises:
         ModelError: if no model can be built from it, or the model does not run.
     """
     with sizes_that_fit(found):
-        seen = look_at(found)
+        seen = look_at(found, shard)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
@@ -211,16 +215,19 @@ def facts_of(found: Checkpoint) -> ModelFacts:
     )
 
 
-def look_at(found: Checkpoint) -> _Seen:
+def look_at(found: Checkpoint, shard: Shard | None = None) -> _Seen:
     """Return what a model without memory shows of a configuration."""
     settings = found.config.to_json_string(use_diff=False)
-    return _seen(_Look(found.model_class, settings, found.max_model_len, found))
+    return _seen(_Look(found.model_class, settings, found.max_model_len, shard, found))
 
 
 @lru_cache(maxsize=64)  # engines of one process often have the same model, as those of `slotline tune`
 def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
+    vocab_size = structure.vocab_size(model)
+    if look.shard is not None:
+        divide(model, look.shard)
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
     layers, host_copies = _watch(model, look.found, look.max_model_len, state_layers)
@@ -231,7 +238,7 @@ def _seen(look: _Look) -> _Seen:
         parts=None if state_layers else _parts(model, layers),
         host_copies=host_copies,
         default_max_model_len=min(filter(None, limits), default=None),
-        vocab_size=structure.vocab_size(model),
+        vocab_size=vocab_size,
         hidden_size=structure.hidden_size(model),
     )
 

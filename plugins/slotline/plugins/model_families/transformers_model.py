@@ -26,7 +26,7 @@ from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
-from slotline.registry.contracts.model_family import ModelContext, ModelFacts
+from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 from slotline.registry.json_file import read_json
 
 if TYPE_CHECKING:
@@ -43,11 +43,13 @@ class TransformersDecoder:
         """See `slotline.registry.contracts.model_family.InspectingFamily.takes_on`."""
         return tried.is_tried(architecture)
 
-    def inspect(self, path: Path, *, quantized: bool = False, weights: bool = True) -> ModelFacts:
+    def inspect(
+        self, path: Path, *, quantized: bool = False, weights: bool = True, shard: Shard | None = None
+    ) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         if quantized:
             return quantized_inspect.inspect(Path(path), weights=weights)
-        return inspection.inspect(Path(path), weights=weights)
+        return inspection.inspect(Path(path), weights=weights, shard=shard)
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
         """Return the reason why a forward cannot be captured, or None.

@@ -35,6 +35,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.LINEAR: "linear",
         Kind.EXPERTS: "experts",
         Kind.WEIGHT_FORMAT: "weight_format",
+        Kind.COMMUNICATOR: "communicator",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""

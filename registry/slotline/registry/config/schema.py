@@ -187,6 +187,22 @@ class MultimodalConfig:
 class ParallelConfig:
     """Distribution of a model over several devices."""
 
+    tensor: int = field(
+        default=1,
+        validator=at_least(1),
+        metadata=_doc("ranks that share each layer: heads, intermediate sizes and the vocabulary are divided"),
+    )
+    communicator: str = field(
+        default="auto", metadata=_doc("communicator plugin for collectives among ranks; 'auto' chooses")
+    )
+    timeout: float = field(
+        default=30.0,
+        validator=at_least(0.1),
+        metadata=_doc("seconds without a sign of life of a rank, or within a step, after which the engine ends"),
+    )
+    start_timeout: float = field(
+        default=600.0, validator=at_least(1.0), metadata=_doc("seconds that all ranks have to build the engine")
+    )
     pipeline: int | tuple[str, ...] = field(
         default=1,
         validator=number_or_names,
@@ -553,4 +569,7 @@ class Config:
     experts: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each experts plugin's own options"))
     weight_format: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each weight format's own options")
+    )
+    communicator: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each communicator's own options")
     )

@@ -12,6 +12,12 @@ from slotline.registry.contracts.attention import (
     KVScales,
     TreeMask,
 )
+from slotline.registry.contracts.communicator import (
+    Communicator,
+    CommunicatorCapabilities,
+    CommunicatorContext,
+    Exchange,
+)
 from slotline.registry.contracts.device import (
     CompiledKernel,
     CopyStream,
@@ -161,6 +167,9 @@ __all__ = [
     "CacheSlots",
     "CascadeBackend",
     "CheckpointDrafterFactory",
+    "Communicator",
+    "CommunicatorCapabilities",
+    "CommunicatorContext",
     "Companion",
     "CompiledKernel",
     "ComputedTokens",
@@ -184,6 +193,7 @@ __all__ = [
     "DrafterContext",
     "DrafterInspection",
     "Drawn",
+    "Exchange",
     "Experts",
     "ExpertsCapabilities",
     "ExpertsContext",

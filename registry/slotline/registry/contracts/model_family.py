@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
 
-from slotline.registry.capability import Flag, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
+from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.contracts.pooling import Pooler
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.contracts.weights import ModelWeights, WeightModule
@@ -99,6 +100,8 @@ class ModelFamilyCapabilities:
         load_formats: values of `ModelContext.load_format` that `load` takes. With ``dummy``, `inspect` takes
             `weights=False` for a folder without weights. With ``sharded``, it does so too, and models of plain weights
             are `SavingModel`s.
+        tensor: most ranks among which `load` can divide a model's layers. `inspect` takes `shard` then, and gives the
+            facts of a rank's part.
     """
 
     architectures: Set[str]
@@ -114,6 +117,20 @@ class ModelFamilyCapabilities:
     quantized: Flag = Flag(False)
     by_inspection: Flag = Flag(False)
     load_formats: Set[str] = Set(("hf",))
+    tensor: Max = Max(1)
+
+
+@frozen(kw_only=True)
+class Shard:
+    """Part of each layer that one rank of a tensor group has.
+
+    Attributes:
+        rank: its place in the group.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
 
 
 @frozen(kw_only=True)
@@ -251,6 +268,10 @@ class ModelContext:
         load_format: ``hf`` to read a Hugging Face checkpoint, ``sharded`` to read what `save_weights` wrote, ``dummy``
             to make random weights. Only values of the capability `load_formats`.
         progress: whether to show a progress bar on a terminal.
+        shard: the part of each layer to load, whose facts `facts` are, for a family that declares `tensor`. None for
+            the whole model.
+        communicator: of the tensor group, which joins what the parts give. None without a shard. The outputs of
+            `Model` are those of the whole model on each rank, bitwise the same.
     """
 
     contract: int
@@ -267,6 +288,8 @@ class ModelContext:
     load_format: str = "hf"
     progress: bool = False
     weights: ModelWeights | None = None
+    shard: Shard | None = None
+    communicator: Communicator | None = None
 
 
 class Model(Protocol):

@@ -393,6 +393,13 @@ _ALL = (
         "The plugin rounds activations, and the checkpoint's scheme does not permit it.",
         "Name another plugin.",
     ),
+    _code(
+        "N119",
+        _R,
+        "number of ranks",
+        "The communicator joins fewer ranks than were asked for.",
+        "Name another communicator, or ask for fewer ranks.",
+    ),
     # --- choice
     _code(
         "N190",
@@ -637,6 +644,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "out_features": "N116",
         "activations": "N117",
         "bias": "N117",
+        "max_ranks": "N119",
     }
 )
 """Which code a refusal by a capability carries; N179 for those not listed."""

@@ -1,0 +1,105 @@
+"""Building of the communicator, and what ranks compare while they build."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slotline.planner.plan import Planned
+from slotline.registry.contracts import Communicator, CommunicatorContext
+from slotline.registry.errors import RankError
+from slotline.registry.loading import bind_contract
+from slotline.registry.ranks import Place
+
+_READ = 1 << 16  # bytes at each end of a file with weights
+
+
+class Ranks(Protocol):
+    """All ranks of an engine.
+
+    Attributes:
+        place: this process.
+        communicators: those of the engine.
+    """
+
+    place: Place
+    communicators: list[Communicator]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order."""
+        ...
+
+
+def build_communicator(planned: Planned, ranks: Ranks | None) -> Communicator | None:
+    """Join the tensor group of this rank. Return None for one rank."""
+    descriptor = planned.communicator.descriptor
+    if descriptor is None or ranks is None:
+        return None
+    config, place = planned.loaded.config, planned.place
+    context = CommunicatorContext(
+        contract=bind_contract(descriptor),
+        name="tensor",
+        ranks=place.group("tensor"),
+        rank=place.index("tensor"),
+        device=planned.device,
+        timeout=config.parallel.timeout,
+        batch_invariant=config.batch_invariant,
+        options=planned.options(descriptor),
+    )
+    communicator: Communicator = planned.registry.build(descriptor, context)
+    ranks.communicators.append(communicator)
+    return communicator
+
+
+def compare(ranks: Ranks, planned: Planned) -> None:
+    """Compare versions, plans and files of the ranks.
+
+    Raises:
+        RankError: naming the first rank that differs from rank 0, and what differs.
+    """
+    path = planned.facts.path
+    own = {
+        "slotline": version("slotline"),
+        "torch": torch.__version__,
+        "the plan": planned.plan.digest,
+        **{f"file {file.name!r}": _fingerprint(file) for file in _files(path)},
+    }
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, 1):
+        for what in sorted(first.keys() | other.keys()):
+            if first.get(what) != other.get(what):
+                raise RankError(
+                    f"rank {rank} differs from rank 0: {what} is {other.get(what, 'missing')} on rank {rank} and "
+                    f"{first.get(what, 'missing')} on rank 0",
+                    fix="give all ranks the same files, packages and configuration",
+                )
+
+
+def fewest(ranks: Ranks | None) -> Callable[[int], int]:
+    """Return a function that gives the least of the ranks' numbers."""
+    if ranks is None:
+        return lambda number: number
+    return lambda number: min(ranks.gather(number))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files that decide what a model computes."""
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".safetensors", ".bin", ".gguf", ".json") and file.is_file():
+            yield file
+
+
+def _fingerprint(file: Path) -> str:
+    """Return the size and a hash over both ends of a file."""
+    size = file.stat().st_size
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        digest.update(opened.read(_READ))
+        opened.seek(max(size - _READ, 0))
+        digest.update(opened.read(_READ))
+    return f"{size} bytes, {digest.hexdigest()[:12]}"

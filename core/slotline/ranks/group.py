@@ -1,0 +1,105 @@
+"""The group of all ranks: what they tell each other on the host while an engine is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from attrs import define, field
+from torch import distributed
+
+from slotline.registry.contracts import Communicator
+from slotline.registry.errors import ConfigError, RankError
+from slotline.registry.ranks import Place, RankLayout, refuse_other_size
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells each process."""
+
+
+@define(eq=False)
+class RankGroup:
+    """All ranks of an engine.
+
+    Attributes:
+        place: this process.
+        store: key-value store that all ranks reach, served by rank 0 or its launcher.
+        owner: whether the process group is this object's to end.
+        communicators: those of the engine that these ranks build.
+    """
+
+    place: Place
+    store: distributed.Store
+    owner: bool = True
+    communicators: list[Communicator] = field(factory=list, init=False)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order. They are pickled."""
+        found: list[Any] = [None] * self.place.size
+        distributed.all_gather_object(found, value)
+        return found
+
+    def close(self) -> None:
+        """Leave the group."""
+        for communicator in self.communicators:
+            communicator.close()
+        if self.owner and distributed.is_initialized():
+            with suppress(RuntimeError, ValueError):
+                distributed.destroy_process_group()
+
+
+def launched_place(layout: RankLayout, environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return this process' place if torchrun started it, else None.
+
+    Raises:
+        ConfigError: if torchrun started another number of processes than there are ranks.
+    """
+    if any(name not in environment for name in _LAUNCHED):
+        return None
+    refuse_other_size(layout, int(environment["WORLD_SIZE"]))
+    return Place(rank=int(environment["RANK"]), local_rank=int(environment["LOCAL_RANK"]), layout=layout)
+
+
+def join_launched(place: Place, timeout: float) -> RankGroup:
+    """Join the ranks that torchrun started.
+
+    Raises:
+        RankError: if the others cannot be reached in time.
+    """
+    if distributed.is_initialized():
+        refuse_other_size(place.layout, distributed.get_world_size())
+        return RankGroup(place, _default_store(), owner=False)
+    return _join(place, None, timeout)
+
+
+def join_store(place: Place, store: distributed.Store, timeout: float) -> RankGroup:
+    """Join the ranks that reach a store.
+
+    Raises:
+        ConfigError: if this process already belongs to other ranks.
+        RankError: if the others cannot be reached in time.
+    """
+    if distributed.is_initialized():
+        raise ConfigError(
+            "this process already has a process group of torch.distributed",
+            fix="close the other engine with ranks first, or start each in a process of its own",
+        )
+    return _join(place, store, timeout)
+
+
+def _join(place: Place, store: distributed.Store | None, timeout: float) -> RankGroup:
+    given: dict[str, Any] = {} if store is None else {"store": store, "rank": place.rank, "world_size": place.size}
+    try:
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout), **given)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {place.rank} of {place.size} cannot join the others: {error}",
+            fix="start all ranks at the same time, with a MASTER_ADDR and a free MASTER_PORT that all of them reach",
+        ) from error
+    return RankGroup(place, store or _default_store())
+
+
+def _default_store() -> distributed.Store:
+    return distributed.distributed_c10d._get_default_store()  # type: ignore[no-any-return]

@@ -1,0 +1,112 @@
+"""Start of the other ranks of one machine, by torch's own launcher."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from datetime import timedelta
+
+import psutil
+from attrs import define
+from torch import distributed
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from slotline.registry.config import LoadedConfig
+from slotline.registry.errors import ConfigError, RankError
+from slotline.registry.ranks import Place
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+CONFIG = "slotline/config"
+"""Key of the store that has the configuration, pickled."""
+
+
+@define(eq=False)
+class Launched:
+    """Processes of the ranks 1, 2, .. of this machine."""
+
+    context: SubprocessContext
+
+    def ended(self) -> str | None:
+        """Return what happened to a process that has ended, None while all run."""
+        for index, handler in self.context.subprocess_handlers.items():
+            code = handler.proc.poll()
+            if code is not None:
+                return f"rank {index + 1} has ended: {exit_text(code)}"
+        return None
+
+    def end(self, patience: float = 0.0) -> None:
+        """End the processes, after this many seconds in which they may end by themselves."""
+        processes = [handler.proc for handler in self.context.subprocess_handlers.values()]
+        psutil.wait_procs([p for one in processes if (p := _process(one.pid)) is not None], timeout=patience)
+        self.context.close(signal.SIGKILL)
+
+
+def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[Launched, distributed.Store]:
+    """Start the other ranks of this machine, and return them with the store that they reach.
+
+    Raises:
+        ConfigError: if the configuration cannot be sent to another process.
+        RankError: if they cannot be started.
+    """
+    try:
+        sent = pickle.dumps(loaded)
+    except Exception as error:
+        raise ConfigError(
+            f"this configuration cannot be sent to other processes: {error}",
+            fix="write the settings into a TOML file, with plugins by name",
+        ) from error
+    wait = timedelta(seconds=timeout)
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+    store.set(CONFIG, sent.hex())
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // place.size))
+    environments = {
+        rank - 1: {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(place.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        for rank in range(1, place.size)
+    }
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        context = start_processes(
+            name="slotline",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower")),
+            envs=environments,
+            logs_specs=DefaultLogsSpecs(),
+        )
+    except OSError as error:
+        raise RankError(f"the other ranks cannot be started: {error}", fix="free memory or processes") from error
+    finally:  # torch sets its own, which end this process by an exception
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    assert isinstance(context, SubprocessContext)
+    return Launched(context), store
+
+
+def exit_text(code: int) -> str:
+    """Return what an exit code says."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None

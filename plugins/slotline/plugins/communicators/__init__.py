@@ -1,0 +1,1 @@
+"""Communicators over torch.distributed."""

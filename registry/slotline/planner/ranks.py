@@ -1,0 +1,221 @@
+"""Ranks of an engine: their layout, device, communicator, and what does not work beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve, frozen
+
+from slotline.planner.component_selection import device_need, texts_of
+from slotline.registry.capability import GraphSupport
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import ModelFacts
+from slotline.registry.contracts.device import Device
+from slotline.registry.contracts.model_family import ModelFamily, Shard
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.devices import Devices, called
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import ConfigError, NegotiationError
+from slotline.registry.negotiation import Need, Part, Setting, candidates, part_reasons
+from slotline.registry.ranks import Place, RankLayout
+
+KEY = "parallel.tensor"
+COMMUNICATOR = "parallel.communicator"
+
+
+def layout_of(loaded: LoadedConfig) -> RankLayout:
+    """Return the numbers of ranks that a configuration asks for."""
+    return RankLayout(tensor=loaded.config.parallel.tensor)
+
+
+def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
+    """Return the device of a rank: the one of its number on its machine. Ranks share a device in host memory.
+
+    Raises:
+        ConfigError: if the machine has fewer devices than ranks, or the configuration names one device by number.
+    """
+    own = there.named(loaded.config.device)
+    if there.descriptor(own).capabilities.host_memory.support:
+        return own
+    name, _, index = own.name.partition(":")
+    if index and there.is_explicit(own):
+        raise ConfigError(
+            f"{KEY} = {place.layout.tensor} with device = {own.name!r}, which names one device",
+            fix=f'set device = "{name}"',
+        )
+    if place.local_rank >= (count := there.count(name)):
+        raise ConfigError(
+            f"rank {place.rank} would be on {called(name)} device {place.local_rank}, and there are {count}: "
+            f"{place.size} ranks are asked for ({KEY} = {place.layout.tensor})",
+            fix=f"set {KEY} = {count} or less, or start ranks on more machines with torchrun",
+        )
+    return there.named(f"{name}:{place.local_rank}")
+
+
+def shard_of(place: Place) -> Shard | None:
+    """Return the part of each layer that a rank has, None for the whole."""
+    size = place.layout.tensor
+    return None if size == 1 else Shard(rank=place.index("tensor"), size=size)
+
+
+def inspect_shard(
+    family: ModelFamily, descriptor: Descriptor[Any], whole: ModelFacts, look: Mapping[str, Any], place: Place
+) -> ModelFacts:
+    """Return the facts of a rank's part of a model.
+
+    Args:
+        whole: facts of the whole model.
+        look: further arguments of `inspect`.
+
+    Raises:
+        NegotiationError: if the family or the model cannot be divided among so many ranks.
+    """
+    shard = shard_of(place)
+    if shard is None:
+        return whole
+    if refusal := descriptor.capabilities.tensor.refusal(shard.size):
+        raise NegotiationError(
+            f"{KEY} = {shard.size}: model family {descriptor.name!r}: tensor {refusal}", fix=f"set {KEY} = 1"
+        )
+    return family.inspect(whole.path, **look, shard=shard)  # type: ignore[call-arg]
+
+
+def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, drafter: Descriptor[Any] | None, place: Place) -> None:
+    """Refuse features that do not work over several ranks.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    if place.size == 1:
+        return
+    config, texts = loaded.config, list[str]()
+    if config.parallel.pipeline != 1:
+        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
+    if config.parallel.context_shards != 1:
+        texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
+    if config.offload_gib:
+        texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
+    if config.weights.quantize or facts.weight_modules:
+        texts.append("quantized weights are not divided")
+    if config.lora.name:
+        texts.append(f"lora.name = {config.lora.name!r}: adapters are not divided")
+    if config.kv_connector.name:
+        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
+    if facts.modalities:
+        texts.append(f"{facts.architecture} takes inputs besides text")
+    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
+        texts.append(f"drafter {drafter.name!r} has weights, which are not divided")
+    if config.drafter.adaptive is True:
+        texts.append("drafter.adaptive = true: ranks would measure different times and verify different drafts")
+    if texts:
+        raise NegotiationError(
+            f"{KEY} = {place.layout.tensor} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
+            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
+        )
+
+
+@frozen(kw_only=True)
+class CommunicatorChoice:
+    """The communicator of an engine with several ranks.
+
+    Attributes:
+        descriptor: the plugin's, None for one rank.
+        settings: the records for the plan.
+        part: the plugin for the plan.
+    """
+
+    descriptor: Descriptor[Any] | None = None
+    settings: tuple[Setting, ...] = ()
+    part: Part | None = None
+
+    @property
+    def graphs_refusal(self) -> str | None:
+        """Return the reason why no graph is captured, or None."""
+        if self.descriptor is None or self.descriptor.capabilities.graphs.value > GraphSupport.NEVER:
+            return None
+        return f"communicator {self.descriptor.name!r} cannot be captured"
+
+
+def choose_communicator(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, place: Place, dtype: str
+) -> CommunicatorChoice:
+    """Return the communicator that the configuration names, or the one of the highest priority that fits.
+
+    Raises:
+        NegotiationError: with every reason, if none fits.
+    """
+    if place.size == 1:
+        return CommunicatorChoice()
+    asked, origin = loaded.config.parallel.communicator, loaded.origins[COMMUNICATOR].where
+    if asked != "auto":
+        registry.load(Kind.COMMUNICATOR, asked, required=True)
+    needs = [
+        device_need(info),
+        Need(capability="dtypes", value=dtype, origin=f"dtype {dtype}"),
+        Need(capability="max_ranks", value=place.layout.tensor, origin=f"{KEY} = {place.layout.tensor}"),
+    ]
+    if loaded.config.batch_invariant:
+        needs.append(Need(capability="batch_invariant", value=True, origin="batch_invariant = true"))
+    usable, against = [], list[str]()
+    for one in candidates(registry, Kind.COMMUNICATOR, info):
+        reason = one.blocked or one.load_error or one.probe_refusal
+        if reason is None and one.contract is None:
+            reason = one.contract_error or "no common contract version"
+        if reason is None:
+            reason = "; ".join(texts_of(part_reasons(one.capabilities, needs)))
+        if reason:
+            against.append(f"{one.name}: {reason}")
+        elif asked in ("auto", one.name):
+            usable.append(one)
+    if not usable:
+        raise NegotiationError(
+            f"{COMMUNICATOR} = {asked!r} ({origin}): no communicator joins {place.layout.tensor} ranks: "
+            f"{'; '.join(against)}",
+            fix="name or install one that fits, or set parallel.tensor = 1",
+        )
+    best = max(usable, key=lambda one: (one.capabilities.priority, one.name))
+    assert best.descriptor is not None  # otherwise there would be a reason against it
+    others = "".join(f"; not {text}" for text in against)
+    record = registry.record(Kind.COMMUNICATOR, best.name)
+    return CommunicatorChoice(
+        descriptor=evolve(best.descriptor, capabilities=best.capabilities),
+        settings=(
+            Setting(
+                key=COMMUNICATOR,
+                asked=asked,
+                resolved=best.name,
+                origin=f"{origin if asked != 'auto' else 'auto: the one that fits'}{others}",
+                explicit=asked != "auto",
+            ),
+        ),
+        part=Part(
+            kind=Kind.COMMUNICATOR.value,
+            name=best.name,
+            distribution=record.distribution,
+            version=record.version,
+            origin="default" if asked == "auto" else f"{origin} {COMMUNICATOR}",
+        ),
+    )
+
+
+def tensor_setting(loaded: LoadedConfig, whole: ModelFacts, own: ModelFacts, place: Place) -> tuple[Setting, ...]:
+    """Return the record of the division of layers. Empty for one rank."""
+    size = place.layout.tensor
+    if size == 1:
+        return ()
+    texts = dict.fromkeys(
+        f"{a.num_heads} heads -> {b.num_heads}, {a.num_kv_heads} KV heads -> {b.num_kv_heads}"
+        + (" (ranks share them)" if b.num_kv_heads * size > a.num_kv_heads else "")
+        for a, b in zip(whole.layers, own.layers, strict=True)
+    )
+    held = f"{own.num_parameters:,} of {whole.num_parameters:,} parameters on a rank"
+    return (
+        Setting(
+            key=KEY,
+            asked=str(size),
+            resolved=str(size),
+            origin=f"{loaded.origins[KEY].where}: {'; '.join((*texts, held))}",
+            explicit=True,
+        ),
+    )
