@@ -10,7 +10,8 @@ import sys
 from datetime import timedelta
 from functools import partial
 
-from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import 
 
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
@@ -26,7 +27,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
     logging.getLogger("slotline").setLevel(logging.ERROR)  # rank 0 has said it
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=600))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=600))
     loaded = pickle.loads(bytes.fromhex(store.get(CONFIG).decode()))
     place = launched_place(layout_of(loaded))
     assert place is not None

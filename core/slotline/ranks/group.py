@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import define, field
 from torch import distributed
+from torch.distributed.distributed_c10d import Store
 
 from slotline.registry.contracts import Communicator
 from slotline.registry.errors import ConfigError, RankError
@@ -31,7 +32,7 @@ class RankGroup:
     """
 
     place: Place
-    store: distributed.Store
+    store: Store
     owner: bool = True
     communicators: list[Communicator] = field(factory=list, init=False)
 
@@ -74,7 +75,7 @@ def join_launched(place: Place, timeout: float) -> RankGroup:
     return _join(place, None, timeout)
 
 
-def join_store(place: Place, store: distributed.Store, timeout: float) -> RankGroup:
+def join_store(place: Place, store: Store, timeout: float) -> RankGroup:
     """Join the ranks that reach a store.
 
     Raises:
@@ -89,7 +90,7 @@ def join_store(place: Place, store: distributed.Store, timeout: float) -> RankGr
     return _join(place, store, timeout)
 
 
-def _join(place: Place, store: distributed.Store | None, timeout: float) -> RankGroup:
+def _join(place: Place, store: Store | None, timeout: float) -> RankGroup:
     given: dict[str, Any] = {} if store is None else {"store": store, "rank": place.rank, "world_size": place.size}
     try:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout), **given)
@@ -101,5 +102,5 @@ def _join(place: Place, store: distributed.Store | None, timeout: float) -> Rank
     return RankGroup(place, store or _default_store())
 
 
-def _default_store() -> distributed.Store:
-    return distributed.distributed_c10d._get_default_store()  # type: ignore[no-any-return]
+def _default_store() -> Store:
+    return distributed.distributed_c10d._get_default_store()

@@ -11,7 +11,8 @@ from datetime import timedelta
 
 import psutil
 from attrs import define
-from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -45,7 +46,7 @@ class Launched:
         self.context.close(signal.SIGKILL)
 
 
-def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[Launched, distributed.Store]:
+def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[Launched, Store]:
     """Start the other ranks of this machine, and return them with the store that they reach.
 
     Raises:
@@ -60,7 +61,7 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
             fix="write the settings into a TOML file, with plugins by name",
         ) from error
     wait = timedelta(seconds=timeout)
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
     store.set(CONFIG, sent.hex())
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // place.size))
     environments = {

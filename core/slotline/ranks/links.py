@@ -193,15 +193,15 @@ class Links:
                 return
 
     def _read(self, failures: list[_Failure]) -> None:
-        by = {follower.signs: follower for follower in self.followers if not follower.gone}
+        by: dict[Any, _Follower] = {one.signs: one for one in self.followers if not one.gone}
         try:
-            ready = wait(list(by), BEAT / 5)
+            ready: list[Any] = list(wait(list(by), BEAT / 5))
         except OSError:
             return
         for connection in ready:
-            follower = by[connection]  # type: ignore[index]
+            follower = by[connection]
             try:
-                kind, step, text = connection.recv()  # type: ignore[union-attr]
+                kind, step, text = connection.recv()
             except (EOFError, OSError):
                 follower.gone = True
                 if not self._closed:
@@ -335,6 +335,6 @@ class Link:
 
 def _stopped(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False

@@ -9,6 +9,7 @@ from functools import partial
 from weakref import finalize
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from slotline.builder.engine_builder import build_engine
 from slotline.core.engine.engine import Engine
@@ -93,7 +94,7 @@ def _built(planned: Planned, group: RankGroup, links: Links | None, link: Link |
     return engine
 
 
-def _joined(place: Place, store: torch.distributed.Store, launched: Launched, timeout: float) -> RankGroup:
+def _joined(place: Place, store: Store, launched: Launched, timeout: float) -> RankGroup:
     try:
         return join_store(place, store, timeout)
     except RankError as error:

@@ -30,11 +30,13 @@ IMAGE = "image"
 class TransformersVision(TransformersDecoder):
     """Family of every model of `vision.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
-    def inspect(self, path: Path, *, quantized: bool = False, weights: bool = True) -> ModelFacts:
+    def inspect(
+        self, path: Path, *, quantized: bool = False, weights: bool = True, shard: Shard | None = None
+    ) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)
-        facts = inspection.facts_of(_decoder_of(found))
+        facts = inspection.facts_of(_decoder_of(found), shard)
         with inspection.sizes_that_fit(found), torch.device("meta"):
             encoder = found.model_class(found.config).model
         del encoder.language_model

@@ -68,6 +68,6 @@ class _VocabularyPart:
         return (ids - self._start).masked_fill(module.slotline_outside, 0), *given[1:]
 
     def _after(self, module: nn.Module, _given: Any, out: torch.Tensor) -> torch.Tensor:
-        outside = module.slotline_outside
+        outside: Any = module.slotline_outside
         del module.slotline_outside
         return self._communicator.all_reduce(out.masked_fill(outside[..., None], 0.0))
