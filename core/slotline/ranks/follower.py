@@ -11,7 +11,6 @@ from datetime import timedelta
 from functools import partial
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import 
 
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of

@@ -21,7 +21,7 @@ from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS
-from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem
+from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
 IMAGE = "image"
