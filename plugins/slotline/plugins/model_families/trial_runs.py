@@ -19,7 +19,11 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.logits import head_of
+from slotline.plugins.model_families.tensor_parallel.collectives import install
+from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.trial_cache import TrialCache
+from slotline.registry.contracts.communicator import Communicator
+from slotline.registry.contracts.model_family import Shard
 
 PROMPTS = (37, 11)
 """Tokens of the two prompts. The first is longer than four windows or chunks, and comes in two chunks."""
@@ -80,20 +84,33 @@ def _keeping(trace: Trace, number: int, *, only_new: bool) -> Any:
     return keep
 
 
-def ours(found: Checkpoint, reference: Any, texts: list[Any]) -> list[Trace]:
-    """Return the traces of the same texts, in one batch, through our forward and the trial cache."""
+def ours(
+    found: Checkpoint,
+    reference: Any,
+    texts: list[Any],
+    shard: Shard | None = None,
+    communicator: Communicator | None = None,
+) -> list[Trace]:
+    """Return the traces of the same texts, in one batch, through our forward and the trial cache.
+
+    With a shard, the model is a rank's part, and all ranks call this together.
+    """
     config = deepcopy(reference.config)
     small = evolve(found, config=config)
-    seen = inspection.look_at(small)
+    seen = inspection.look_at(small, shard)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     config._attn_implementation = small.attention(binding.ATTENTION_NAME)
     model = found.model_class(config).float().eval()
     model.load_state_dict(reference.state_dict(), strict=False)
     model = inspection.adopted(structure.find_body(model.requires_grad_(False)), binding.slot_attention)
+    joined = None if shard is None else divide(model, shard)
     holder = binding.bind(model, seen.layers)
     state_mixers.bind(model, seen.state_layers, holder)
     rope.freeze(model, PROMPTS[0] + NEW)
     temperature.settle(model, PROMPTS[0] + NEW)
+    if joined is not None:
+        assert communicator is not None
+        install(model, joined, communicator)
     loop, head, cache = loops.plain_loop(model), head_of(model, vetted=found.is_vetted), TrialCache()
     counts = [0] * len(texts)
     traces = [Trace() for _ in texts]

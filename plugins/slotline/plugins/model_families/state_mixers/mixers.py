@@ -100,11 +100,11 @@ def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., Any]:
 
 
 def _mixers(hf_model: torch.nn.Module) -> list[tuple[str, Any, Mixer]]:
-    found = ((name, module, _mixer_of(module)) for name, module in hf_model.named_modules())
+    found = ((name, module, mixer_of(module)) for name, module in hf_model.named_modules())
     return [(name, module, mixer) for name, module, mixer in found if mixer is not None]
 
 
-def _mixer_of(module: torch.nn.Module) -> Mixer | None:
+def mixer_of(module: torch.nn.Module) -> Mixer | None:
     """Return the adapter of a module that keeps a state, None for another module."""
     listed = MIXERS.get(type(module).__name__)
     if listed is not None:

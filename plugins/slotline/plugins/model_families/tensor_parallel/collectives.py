@@ -10,25 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch import nn
 
+from slotline.plugins.model_families.tensor_parallel import norms
+from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.registry.contracts.communicator import Communicator
 
-
-@define
-class Joined:
-    """Modules of a divided model whose outputs the ranks join, by their paths.
-
-    Attributes:
-        summed: whose outputs are parts of a sum.
-        embeddings: number of the first token and end of those whose embeddings a rank has.
-        gathered: output projections by the number of all their outputs. Each rank gives as many, the last ones padding.
-    """
-
-    summed: list[str] = field(factory=list)
-    embeddings: dict[str, tuple[int, int]] = field(factory=dict)
-    gathered: dict[str, int] = field(factory=dict)
+__all__ = ["Joined", "install"]
 
 
 def install(hf_model: nn.Module, joined: Joined, communicator: Communicator) -> None:
@@ -39,6 +27,7 @@ def install(hf_model: nn.Module, joined: Joined, communicator: Communicator) -> 
         _VocabularyPart(start, end, communicator).attach(hf_model.get_submodule(name))
     for name, size in joined.gathered.items():
         hf_model.get_submodule(name).register_forward_hook(partial(_gather, communicator, size))
+    norms.connect(hf_model.get_submodule, joined.joining, communicator)
 
 
 def _sum(communicator: Communicator, _module: nn.Module, _given: Any, out: Any) -> Any:

@@ -1,0 +1,36 @@
+"""What a division leaves to do and to say."""
+
+from __future__ import annotations
+
+from attrs import define, field
+
+from slotline.plugins.model_families.naming import listed
+
+
+@define
+class Joined:
+    """Modules of a divided model whose outputs the ranks join, by their paths.
+
+    Attributes:
+        summed: whose outputs are parts of a sum.
+        embeddings: number of the first token and end of those whose embeddings a rank has.
+        gathered: output projections by the number of all their outputs. Each rank gives as many, the last ones padding.
+        joining: modules of ours that call the communicator themselves.
+        whole: modules that each rank has whole, with the reason.
+        divided: number of layers that were divided.
+    """
+
+    summed: list[str] = field(factory=list)
+    embeddings: dict[str, tuple[int, int]] = field(factory=dict)
+    gathered: dict[str, int] = field(factory=dict)
+    joining: list[str] = field(factory=list)
+    whole: dict[str, str] = field(factory=dict)
+    divided: int = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return a note on the modules that are whole on each rank, for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.whole.items():
+            by_reason.setdefault(reason, []).append(name)
+        return tuple(f"whole on each rank, {reason}: {listed(names)}" for reason, names in by_reason.items())
