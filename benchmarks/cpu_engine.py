@@ -95,7 +95,7 @@ class Slotline:
 
     def _run(self, batch: list[list[int]], tokens: int, *, forget: bool = True) -> tuple[float, list[float]]:
         if forget:
-            self.llm.engine.scheduler.cache.reset()
+            self.llm.engine.forget_prefixes()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = perf_counter()
         outputs = self.llm.generate(batch, params, progress=False)
@@ -114,7 +114,7 @@ class Slotline:
         shared = prompts(1, PREFIX, 5, vocab_size)[0]
         tails = prompts(32, 16, 6, vocab_size)
         first = self._run([shared + tail for tail in tails[:16]], 1)[1]
-        self.llm.engine.scheduler.cache.reset()
+        self.llm.engine.forget_prefixes()
         self._run([shared + tails[0]], 1)
         second = self._run([shared + tail for tail in tails[16:]], 1, forget=False)[1]
         return statistics.median(first), statistics.median(second)

@@ -50,7 +50,7 @@ class Span(NamedTuple):
 def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
     """The host's parts and the device's work in `steps` steps, behind `first` others of nano."""
     engine, work = llm.engine, workload("nano")
-    engine.scheduler.cache.reset()
+    engine.forget_prefixes()
     requests = [
         engine.add(
             f"timeline-{index}",

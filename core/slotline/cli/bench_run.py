@@ -95,7 +95,7 @@ def _check_length(llm: LLM, work: Workload) -> None:
 
 
 def _run(llm: LLM, work: Workload) -> Run:
-    llm.engine.scheduler.cache.reset()
+    llm.engine.forget_prefixes()
     waves = zip(work.waves, work.max_tokens, strict=True)
     return Run(waves=tuple(_wave(llm, prompts, outs, work.temperature) for prompts, outs in waves))
 

@@ -93,6 +93,12 @@ class RankedEngine(Engine):
             super().reload_weights(path)
 
     @exclusive
+    def forget_prefixes(self) -> None:
+        """See `Engine.forget_prefixes`."""
+        super().forget_prefixes()
+        self._note(self._entry("forget_prefixes"))
+
+    @exclusive
     def step(self) -> StepResult:
         """See `Engine.step`.
 

@@ -288,6 +288,11 @@ class Engine:
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
+        self.forget_prefixes()
+
+    @exclusive
+    def forget_prefixes(self) -> None:
+        """Forget what the cache holds of requests that ended, so that none is found again."""
         self.scheduler.cache.reset()
         for reset in self.extensions.reset:
             reset()
