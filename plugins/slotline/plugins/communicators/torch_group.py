@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 from attrs import define
 from torch import distributed
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from slotline.registry.contracts.communicator import CommunicatorContext
 
-_SUM = distributed.AllreduceOptions()
+
+def _queued(options: Any) -> Any:
+    """Return options of a collective that runs on the current stream, between what was queued before and after."""
+    options.asyncOp = False
+    return options
+
+
+_REDUCE = _queued(AllreduceOptions())
+_GATHER = _queued(AllgatherOptions())
+_SCATTER = _queued(ReduceScatterOptions())
 
 
 @define(eq=False)
@@ -43,19 +54,19 @@ class TorchCommunicator:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x], _SUM).wait()
+        self._group.allreduce([x], _REDUCE).wait()
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         shape = x.shape or (1,)
         out = x.new_empty(self.size * shape[0], *shape[1:])
-        self._group._allgather_base(out, x).wait()
+        self._group._allgather_base(out, x, _GATHER).wait()
         dim %= len(shape)
         return out if dim == 0 else out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        self._group._reduce_scatter_base(out, x).wait()
+        self._group._reduce_scatter_base(out, x, _SCATTER).wait()
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> TorchExchange:
