@@ -258,7 +258,7 @@ class AsyncLLM:
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter, see `LLM.remove_lora`. Return False if none has this number."""
-        return await self.on_engine(lambda: bool(self.submitter.adapters.remove(lora_id)))
+        return await self.on_engine(lambda: bool(self.submitter.change_adapters("remove", lora_id)))
 
     async def list_loras(self) -> set[int]:
         """Return the numbers of the known adapters."""

@@ -143,7 +143,7 @@ class LLM:
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
         with self.engine.plugins.naming():
-            known = self.engine.exclusively(self.submitter.know, lora_request)
+            known = self.submitter.know(lora_request)
         return not known
 
     @known_options
@@ -154,7 +154,7 @@ class LLM:
             RequestError: if a request uses it.
         """
         with self.engine.plugins.naming():
-            removed: bool = self.engine.exclusively(self.submitter.adapters.remove, lora_id)
+            removed: bool = self.submitter.change_adapters("remove", lora_id)
         return removed
 
     @known_options
@@ -165,7 +165,7 @@ class LLM:
             RequestError: if it is not known, or if there is no slot for it.
         """
         with self.engine.plugins.naming():
-            self.engine.exclusively(self.submitter.adapters.pin, lora_id)
+            self.submitter.change_adapters("pin", lora_id)
         return True
 
     @known_options

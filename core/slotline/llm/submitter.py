@@ -52,10 +52,22 @@ class Submitter:
         return adapters
 
     def know(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. Return True if it was already known. Call it through `Engine.exclusively`."""
+        """Load an adapter. Return True if it was already known."""
+        return self.engine.exclusively(self._know, lora_request)
+
+    def _know(self, lora_request: LoRARequest) -> bool:
         known = lora_request.lora_int_id in self.adapters.numbers
-        self.adapters.add(lora_request)
+        self.change_adapters("add", lora_request)
         return known
+
+    def change_adapters(self, method: str, given: Any) -> Any:
+        """Call a method of the engine's adapters, on all ranks.
+
+        Raises:
+            RequestError: if the engine has none.
+        """
+        assert self.adapters is not None
+        return self.engine.everywhere(f"adapters.{method}", given)
 
     def params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         """Return the parameters of each of `count` prompts, with the model's defaults for those left out.

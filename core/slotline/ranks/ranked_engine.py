@@ -99,6 +99,15 @@ class RankedEngine(Engine):
         self._note(self._entry("forget_prefixes"))
 
     @exclusive
+    def everywhere(self, call: str, /, *given: Any) -> Any:
+        """See `Engine.everywhere`."""
+        self._refuse_failed()
+        entry = self._entry("everywhere", call, *given)
+        result = super().everywhere(call, *given)
+        self._note(entry)
+        return result
+
+    @exclusive
     def step(self) -> StepResult:
         """See `Engine.step`.
 
@@ -127,9 +136,12 @@ class RankedEngine(Engine):
             name, given, options = pickle.loads(entry)
             try:
                 getattr(self, name)(*given, **options)
-            except RequestError:
-                if name != "reload_weights":
-                    raise
+            except Exception as error:
+                if name == "reload_weights" and isinstance(error, RequestError):
+                    continue  # rank 0 has raised it too
+                if self.link is not None:
+                    self.link.failed(error)
+                raise
         self.step()
 
     def _entry(self, name: str, *given: Any, **options: Any) -> bytes:

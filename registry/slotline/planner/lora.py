@@ -14,7 +14,7 @@ from slotline.registry.negotiation import Need, part_reasons
 
 
 def choose_lora(
-    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int, ranks: int = 1
 ) -> Descriptor[Any] | None:
     """Return the LoRA plugin that the configuration names, if any, with the capabilities that its probe left.
 
@@ -42,6 +42,8 @@ def choose_lora(
         needs.append(Need(capability="batch_invariant", value=True, origin=f"batch_invariant = true ({where})"))
     if stages > 1:
         needs.append(Need(capability="staged", value=True, origin=f"the model runs over {stages} pipeline stages"))
+    if ranks > 1:
+        needs.append(Need(capability="divided", value=True, origin=f"each layer is divided among {ranks} ranks"))
     texts = texts_of(part_reasons(descriptor.capabilities, needs))
     for module in config.target_modules:
         need = Need(capability="target_modules", value=module, origin=f"lora.target_modules names {module!r}")

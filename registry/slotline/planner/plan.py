@@ -287,7 +287,7 @@ def _negotiated(
     answers = read_answer_facts(facts.path, loaded.path("tokenizer"))
     parser = choose_response_parser(loaded, registry, info, task, answers)
     asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
-    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
+    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages), ranks=place.layout.tensor)
     connector = choose_connector(loaded, registry, info)
     extensions = choose_extensions(loaded, registry, info)
     microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))

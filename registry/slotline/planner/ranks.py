@@ -98,8 +98,6 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, drafter: Descri
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
     if config.weights.quantize or facts.weight_modules:
         texts.append("quantized weights are not divided")
-    if config.lora.name:
-        texts.append(f"lora.name = {config.lora.name!r}: adapters are not divided")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if facts.modalities:

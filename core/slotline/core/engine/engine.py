@@ -273,6 +273,18 @@ class Engine:
     @names_plugins
     @exclusive
     @on_device
+    def everywhere(self, call: str, /, *given: Any) -> Any:
+        """Call a method of an extension, as ``adapters.remove``, while no step runs. All ranks make the call.
+
+        Args:
+            given: can be pickled.
+        """
+        name, _, method = call.partition(".")
+        return getattr(self.extension(name), method)(*given)
+
+    @names_plugins
+    @exclusive
+    @on_device
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
 

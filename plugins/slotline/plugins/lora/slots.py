@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from attrs import evolve
+from torch.nn import functional
 
-from slotline.plugins.lora.peft_folder import PeftAdapter, read, signature
+from slotline.plugins.lora.peft_folder import PeftAdapter, Share, read, signature
 from slotline.registry.contracts import LoraContext
 from slotline.registry.errors import CapacityError, RequestError
 
@@ -68,11 +70,30 @@ class AdapterSlots(ABC):
         if path in self._read and self._read[path][0] == found:
             self._read.move_to_end(path)
             return self._read[path][1]
-        modules = {**self.context.modules, **self.context.elsewhere}
-        adapter = read(path, modules, self.context.max_rank, self.context.embeddings)
-        adapter = evolve(adapter, shares={m: share for m, share in adapter.shares.items() if m in self.context.modules})
+        context = self.context
+        modules = {**context.modules, **context.elsewhere}
+        modules |= {name: (part.in_features, part.out_features) for name, part in context.parts.items()}
+        adapter = read(path, modules, context.max_rank, context.embeddings)
+        own = {name: self._own(name, share) for name, share in adapter.shares.items() if name in context.modules}
+        adapter = evolve(adapter, shares=own)
         self._read.pop(path, None)
         self._read[path] = (found, adapter)
         while len(self._read) > self.context.max_cpu_adapters:
             self._read.popitem(last=False)
         return adapter
+
+    def _own(self, module: str, share: Share) -> Share:
+        """Return what a rank has of a module's weights."""
+        if (part := self.context.parts.get(module)) is None:
+            return share
+        inner, outer = self.context.modules[module]
+        return evolve(share, a=_part(share.a, 1, part.inputs, inner), b=_part(share.b, 0, part.outputs, outer))
+
+
+def _part(weight: torch.Tensor, dim: int, places: torch.Tensor | None, size: int) -> torch.Tensor:
+    """Return places [n] of a dimension of a matrix, and zeros up to a size."""
+    if places is None:
+        return weight
+    part = weight.index_select(dim, places)
+    missing = size - len(places)
+    return functional.pad(part, (0, missing) if dim == 1 else (0, 0, 0, missing)) if missing else part

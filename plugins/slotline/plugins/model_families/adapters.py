@@ -1,8 +1,8 @@
 """Connection of adapters to a loaded decoder: after its linear layers, merged ones included, and its embedding.
 
 Forward hooks do the work, or the forwards of extended layers. The passes' short forwards check for both and call these
-layers as modules, so an adapter's contribution is added wherever the base's product is computed. Without adapters the
-speed does not change.
+layers as modules, so an adapter's contribution is added wherever the base's product is computed. It comes before other
+hooks, such as those that join the outputs of ranks. Without adapters the speed does not change.
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ class Adaptation:
                 if place.names in self._extended:
                     self._extended[place.names].enter(add, single=single)
                 else:
-                    self._handles.append(place.module.register_forward_hook(_adding(place.names, add)))
+                    hook = _adding(place.names, add)
+                    self._handles.append(place.module.register_forward_hook(hook, prepend=True))
             if self.embedding is not None and self.embedding.names[0] in names:
-                self._handles.append(self.embedding.module.register_forward_hook(_embedding_too(self.embedding, add)))
+                hook = _embedding_too(self.embedding, add)
+                self._handles.append(self.embedding.module.register_forward_hook(hook, prepend=True))
 
     @torch.no_grad()
     def extend(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from slotline.plugins.model_families import (
     binding,
@@ -28,6 +28,7 @@ from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.saved_model import Origin
 from slotline.plugins.model_families.tensor_parallel.collectives import install
 from slotline.plugins.model_families.tensor_parallel.division import divide
+from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 
 Load = Callable[[ModelContext], tuple[Any, torch.nn.Module | None]]
@@ -43,12 +44,14 @@ class Built:
         holder: the attend callable of its current forward.
         notes: what was done to it, in words.
         origin: what it needs to be saved.
+        parts: what a rank has of linear layers and embeddings, by path. Empty for a whole model.
     """
 
     hf_model: Any
     holder: binding.AttendHolder
     notes: tuple[str, ...]
     origin: Origin
+    parts: Mapping[str, ModulePart] = field(factory=dict)
 
 
 def build(context: ModelContext, load: Load) -> Built:
@@ -80,7 +83,8 @@ def build(context: ModelContext, load: Load) -> Built:
     if joined is not None:
         assert context.communicator is not None
         install(hf_model, joined, context.communicator)
-    return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed))
+    parts_of_rank = {} if joined is None else joined.parts
+    return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed), parts_of_rank)
 
 
 def read_plain(context: ModelContext, load: Load) -> Any:

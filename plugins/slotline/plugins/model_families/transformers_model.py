@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
+from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 from slotline.registry.json_file import read_json
 
@@ -88,6 +89,7 @@ class DecoderModel:
         self._context = context
         built = building.build(context, self._load)
         self.hf_model, self._holder, self._origin = built.hf_model, built.holder, built.origin
+        self._divided = built.parts
         self._parts = stages.parts_of(self.hf_model, context.device, context.stages)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
@@ -153,6 +155,11 @@ class DecoderModel:
     def adapter_stages(self) -> dict[str, int]:
         """See `slotline.registry.contracts.model_family.AdaptableModel`."""
         return self._adaptable().stages(stages.stage_of(self.hf_model, self._parts))
+
+    @property
+    def adapter_parts(self) -> Mapping[str, ModulePart]:
+        """See `slotline.registry.contracts.model_family.AdaptableModel`."""
+        return self._divided
 
     def adapt(self, add: AddShares | None, names: Collection[str] = (), *, single: bool = False) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""

@@ -86,7 +86,7 @@ from slotline.registry.contracts.logits_processor import (
     LogitsProcessorCapabilities,
     LogitsProcessorContext,
 )
-from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext, MergedLora
+from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext, MergedLora, ModulePart
 from slotline.registry.contracts.model_family import (
     AdaptableModel,
     Modality,
@@ -236,6 +236,7 @@ __all__ = [
     "ModelFamilyCapabilities",
     "ModelParts",
     "ModelWeights",
+    "ModulePart",
     "MultimodalModel",
     "Observer",
     "OnlineFormat",

@@ -33,6 +33,7 @@ class LoraCapabilities:
         staged: it ignores an adapter's weights for `LoraContext.elsewhere`, and assigns the same slots for the same
             sequence of loads and unloads, so that each pipeline stage can have its own instance.
         batch_invariant: the values that it adds to a token's output can be bitwise the same in any batch.
+        divided: it takes the modules' parts of an adapter's weights, as `LoraContext.parts` says.
     """
 
     devices: Set[str]
@@ -50,6 +51,23 @@ class LoraCapabilities:
     single: Flag = Flag(False)
     staged: Flag = Flag(False)
     batch_invariant: Flag = Flag(False)
+    divided: Flag = Flag(False)
+
+
+@frozen(kw_only=True, eq=False)
+class ModulePart:
+    """Part of a module that a rank of a tensor group has.
+
+    Attributes:
+        in_features, out_features: sizes of the whole module, which those of an adapter's files are.
+        inputs, outputs: numbers of its inputs and outputs that the rank has, in order, [n] int64 in host memory. None
+            for all. If the rank's own size is above n, the rest is padding, for which an adapter adds nothing.
+    """
+
+    in_features: int
+    out_features: int
+    inputs: torch.Tensor | None = None
+    outputs: torch.Tensor | None = None
 
 
 class Extend(Protocol):
@@ -82,6 +100,9 @@ class LoraContext:
         elsewhere: modules in other pipeline stages, which have plugin instances of their own. Sizes as in `modules`. An
             adapter's weights for them are accepted and ignored. Only for a plugin that declares `staged`.
         batch_invariant: True if the plan relies on the capability of that name.
+        parts: those of `modules` of which a rank of a tensor group has a part, by path. Sizes in `modules` are the
+            rank's own. What `Lora.apply` adds for a part of the inputs is a part of the sum that the ranks make. Only
+            for a plugin that declares `divided`, else empty.
     """
 
     contract: int
@@ -98,6 +119,7 @@ class LoraContext:
     elsewhere: Mapping[str, tuple[int, int]] = field(factory=dict)
     batch_invariant: bool = False
     options: Any = None
+    parts: Mapping[str, ModulePart] = field(factory=dict)
 
 
 class Lora(Protocol):

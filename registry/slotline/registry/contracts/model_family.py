@@ -19,6 +19,8 @@ from slotline.registry.declared import declared
 if TYPE_CHECKING:
     import torch
 
+    from slotline.registry.contracts.lora import ModulePart
+
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
     Tap = Callable[[int, torch.Tensor], None]
@@ -446,6 +448,8 @@ class AdaptableModel(Model, Protocol):
             model may lack this attribute and `extend`.
         adapter_stages: path of each linear layer and embedding -> its pipeline stage. Read only with several stages,
             from a family that declares `staged_adapters`.
+        adapter_parts: path of each linear layer and embedding that is divided among the ranks of a tensor group -> this
+            rank's part. Read only with a `ModelContext.shard`, by which the sizes of the others are the rank's own.
     """
 
     @property
@@ -463,6 +467,10 @@ class AdaptableModel(Model, Protocol):
     @property
     def adapter_stages(self) -> Mapping[str, int]:
         """Pipeline stages of the layers by path."""
+
+    @property
+    def adapter_parts(self) -> Mapping[str, ModulePart]:
+        """Parts of the divided layers by path."""
 
     def adapt(self, add: AddShares | None, names: Collection[str] = (), *, single: bool = False) -> None:
         """Call `add` after each of the linear layers and embeddings `names` from now on. None stops the calls.

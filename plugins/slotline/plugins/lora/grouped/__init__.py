@@ -19,6 +19,7 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         graphs=Level(GraphSupport.NEVER),
         embeddings=Flag(True),
         staged=Flag(True),
+        divided=Flag(True),
         batch_invariant=Flag(True),
     ),
     factory="slotline.plugins.lora.grouped.plugin:GroupedLora",

@@ -12,12 +12,13 @@ from attrs import evolve
 from slotline.builder.parts import Parts
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.planner.plan import Planned
+from slotline.planner.ranks import shard_of
 from slotline.plugins.lora.manager.adapter_use import AdapterUse, captured_for
 from slotline.plugins.lora.manager.merged import MergedAdapter
 from slotline.plugins.lora.manager.pipeline import PipelineLora, StagePlugin
 from slotline.plugins.lora.manager.slot_manager import AdapterSlots
 from slotline.plugins.lora.manager.step_adapters import OUTPUT_PROJECTION, StepAdapters
-from slotline.registry.contracts import AdaptableModel, ExtensionContext, LoraContext
+from slotline.registry.contracts import AdaptableModel, ExtensionContext, LoraContext, ModulePart
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ConfigError
 from slotline.registry.loading import bind_contract, label_of
@@ -142,7 +143,15 @@ def _context(
         device=planned.device,
         dtype=planned.plan.dtype,
         options=planned.options(descriptor),
+        parts=_parts_of(planned, model, modules),
     )
+
+
+def _parts_of(planned: Planned, model: AdaptableModel, modules: Mapping[str, Any]) -> dict[str, ModulePart]:
+    """Return what a rank has of the modules that are divided."""
+    if shard_of(planned.place) is None:
+        return {}
+    return {path: part for path, part in model.adapter_parts.items() if path in modules}
 
 
 def _plugin(planned: Planned, descriptor: Descriptor[Any], context: LoraContext, model: AdaptableModel) -> Any:

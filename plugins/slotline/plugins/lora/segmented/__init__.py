@@ -33,6 +33,7 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         extended=Flag(True),
         single=Flag(True),
         staged=Flag(True),
+        divided=Flag(True),
         batch_invariant=Flag(True),
     ),
     factory="slotline.plugins.lora.segmented.plugin:SegmentedLora",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slotline.plugins.model_families.tensor_parallel import attention, experts, mixers, mlps, vocabulary
+from slotline.plugins.model_families.tensor_parallel import attention, experts, mixers, mlps, parts, vocabulary
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.tensor_parallel.work import Work
 from slotline.registry.contracts.model_family import Shard
@@ -49,4 +49,6 @@ def divide(hf_model: Any, shard: Shard) -> Joined:
             fix="set parallel.tensor = 1",
         )
     vocabulary.divide(work, hf_model)
+    work.joined.cuts = parts.collect(hf_model)
+    work.joined.parts = parts.module_parts(hf_model, work.joined.cuts)
     return work.joined

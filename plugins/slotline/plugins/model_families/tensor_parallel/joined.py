@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import define, field
 
 from slotline.plugins.model_families.naming import listed
+from slotline.plugins.model_families.tensor_parallel.parts import Cuts
+from slotline.registry.contracts.lora import ModulePart
 
 
 @define
@@ -18,6 +22,8 @@ class Joined:
         joining: modules of ours that call the communicator themselves.
         whole: modules that each rank has whole, with the reason.
         divided: number of layers that were divided.
+        cuts: what a rank has of tensors.
+        parts: what a rank has of linear layers and embeddings, by path.
     """
 
     summed: list[str] = field(factory=list)
@@ -26,6 +32,8 @@ class Joined:
     joining: list[str] = field(factory=list)
     whole: dict[str, str] = field(factory=dict)
     divided: int = 0
+    cuts: Cuts = field(factory=dict)
+    parts: Mapping[str, ModulePart] = field(factory=dict)
 
     @property
     def notes(self) -> tuple[str, ...]:

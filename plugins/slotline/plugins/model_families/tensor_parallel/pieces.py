@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from slotline.plugins.model_families.tensor_parallel.parts import Taken, note
 from slotline.registry.contracts.model_family import Shard
 from slotline.registry.errors import NegotiationError
 
@@ -135,12 +136,13 @@ def halves(size: int, parts: int = 2) -> Cut:
 def cut_tensor(module: nn.Module, name: str, dim: int, cut: Cut, shard: Shard, title: str) -> None:
     """Replace a parameter or buffer of a module by a rank's part of it."""
     whole = getattr(module, name)
-    index = cut.index(shard, title).to(whole.device)
-    part = whole.detach().index_select(dim % whole.dim(), index).contiguous()
+    index = cut.index(shard, title)
+    part = whole.detach().index_select(dim % whole.dim(), index.to(whole.device)).contiguous()
     if name in module._parameters:
         module._parameters[name] = nn.Parameter(part, requires_grad=False)
     else:
         module._buffers[name] = part
+    note(module, name, Taken(dim % whole.dim(), index, whole.shape[dim]))
 
 
 def is_linear(module: Any) -> bool:

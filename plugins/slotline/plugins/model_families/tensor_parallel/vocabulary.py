@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from slotline.plugins.model_families.tensor_parallel.parts import Taken, note
 from slotline.plugins.model_families.tensor_parallel.work import Work
 
 
@@ -25,6 +27,7 @@ def divide(work: Work, hf_model: Any) -> None:
         embedding.weight = nn.Parameter(_padded(embedding.weight, start, part), requires_grad=False)
         embedding.num_embeddings, embedding.padding_idx = part, None
         work.joined.embeddings[names[embedding]] = (start, start + part)
+        note(embedding, "weight", Taken(0, _places(start, part, size), size))
     if type(head) is not nn.Linear or head not in names:
         return
     size = head.weight.shape[0]
@@ -34,7 +37,12 @@ def divide(work: Work, hf_model: Any) -> None:
     if head.bias is not None:
         head.bias = nn.Parameter(place(head.bias), requires_grad=False)
     head.out_features = part
+    note(head, "weight", Taken(0, _places(work.shard.rank * part, part, size), size))
     work.joined.gathered[names[head]] = size
+
+
+def _places(start: int, part: int, size: int) -> torch.Tensor:
+    return torch.arange(min(start, size), min(start + part, size))
 
 
 def _padded(weight: Any, start: int, part: int) -> Any:
