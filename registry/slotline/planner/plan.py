@@ -98,7 +98,8 @@ class Planned:
         loaded: the configuration.
         registry: the plugins.
         offers: descriptors of attention, cache and state plugins, as their probes left them.
-        facts: the model's facts.
+        facts: the model's facts. With a tensor group those of this rank's part.
+        whole: the facts of the whole model.
         task: the task that the engine runs, from `facts.tasks`.
         family_descriptor, family: the model family that loads the model.
         processors: descriptors of the logits processors, in no order.
@@ -130,6 +131,7 @@ class Planned:
     registry: PluginRegistry
     offers: Offers
     facts: ModelFacts
+    whole: ModelFacts
     task: str
     family_descriptor: Descriptor[Any]
     family: ModelFamily
@@ -273,14 +275,14 @@ def _negotiated(
         loaded,
         registry,
         drafter,
-        facts,
+        whole,
         max_model_len,
         lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
         divided=bool(stages.divided),
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter)
-    refuse_beside_ranks(loaded, facts, drafter, place)
+    refuse_beside_ranks(loaded, facts, place)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
@@ -357,7 +359,7 @@ def _negotiated(
     plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
-    adaptive = choose_adaptive(loaded, drafter, tree)
+    adaptive = choose_adaptive(loaded, drafter, tree, ranks=place.size)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
@@ -398,6 +400,7 @@ def _negotiated(
         registry=registry,
         offers=offers,
         facts=facts,
+        whole=whole,
         task=task,
         family_descriptor=family_descriptor,
         family=family,

@@ -81,7 +81,7 @@ def inspect_shard(
     return family.inspect(whole.path, **look, shard=shard)  # type: ignore[call-arg]
 
 
-def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, drafter: Descriptor[Any] | None, place: Place) -> None:
+def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place) -> None:
     """Refuse features that do not work over several ranks.
 
     Raises:
@@ -102,10 +102,6 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, drafter: Descri
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if facts.modalities:
         texts.append(f"{facts.architecture} takes inputs besides text")
-    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
-        texts.append(f"drafter {drafter.name!r} has weights, which are not divided")
-    if config.drafter.adaptive is True:
-        texts.append("drafter.adaptive = true: ranks would measure different times and verify different drafts")
     if texts:
         raise NegotiationError(
             f"{KEY} = {place.layout.tensor} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",

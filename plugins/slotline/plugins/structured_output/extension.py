@@ -9,7 +9,7 @@ grammar advances by the tokens that are handed out and by nothing else, so preem
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from weakref import WeakKeyDictionary
 
@@ -136,12 +136,15 @@ class StructuredOutputs:
         return self.compiler.is_waiting(request)
 
     def collect_ready(
-        self, *, idle: bool, gives_way: Callable[[], bool]
+        self, *, idle: bool, gives_way: Callable[[], bool], only: Collection[str] | None = None
     ) -> tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]:
-        """Return the requests whose grammar has been compiled, and those whose grammar cannot be."""
+        """Return the requests whose grammar has been compiled, and those whose grammar cannot be.
+
+        With `only` wait for those of these ids, and return no others.
+        """
         if not self.compiler.num_waiting:
             return (), ()
-        ready, failed = self.compiler.collect(idle=idle, gives_way=gives_way)
+        ready, failed = self.compiler.collect(idle=idle, gives_way=gives_way, only=only)
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
         return ready, failed

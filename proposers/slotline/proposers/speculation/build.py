@@ -144,7 +144,7 @@ def _descriptor(planned: Planned) -> Descriptor[DrafterCapabilities]:
 
 def _context(parts: Parts) -> DrafterContext:
     planned, rows, model = parts.planned, parts.rows, parts.model
-    loaded, facts, descriptor = planned.loaded, planned.facts, _descriptor(planned)
+    loaded, facts, descriptor = planned.loaded, planned.whole, _descriptor(planned)
     embed = getattr(model, "embed", None)
     return DrafterContext(
         contract=bind_contract(descriptor),

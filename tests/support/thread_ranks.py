@@ -1,0 +1,226 @@
+"""Ranks of an engine as threads of one process, which run one at a time and take turns at collectives.
+
+Each rank has a whole engine of its own, as under torchrun: every rank is asked for the same things.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from attrs import define, field, frozen
+
+from slotline.builder.engine_builder import build_engine
+from slotline.core import LLM
+from slotline.llm.settings import load_settings
+from slotline.llm.submitter import Submitter
+from slotline.planner.plan import make_plan
+from slotline.planner.ranks import layout_of
+from slotline.ranks.ranked_engine import RankedEngine
+from slotline.registry.capability import Flag, Set
+from slotline.registry.contracts import Communicator, CommunicatorCapabilities, CommunicatorContext
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.ranks import Place
+
+R = TypeVar("R")
+_here = threading.local()
+
+descriptor = Descriptor(
+    kind=Kind.COMMUNICATOR,
+    name="threads",
+    summary="ranks that are threads of one process",
+    capabilities=CommunicatorCapabilities(
+        devices=Set(("cpu",)), dtypes=Set(None), batch_invariant=Flag(True), priority=100
+    ),
+    factory="thread_ranks:join",
+)
+
+
+@define(eq=False)
+class Exchange:
+    """What ranks give each other. One rank runs at a time, the others wait here."""
+
+    size: int
+    turn: threading.Lock = field(factory=threading.Lock)
+    given: list[Any] = field(init=False)
+    barrier: threading.Barrier = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.given, self.barrier = [None] * self.size, threading.Barrier(self.size, timeout=60.0)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        self.given[rank] = value
+        self.turn.release()
+        try:
+            self.barrier.wait()
+            found = list(self.given)
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+        return found
+
+
+@frozen
+class Finished:
+    """Implements `Exchange` of the contract."""
+
+    out: torch.Tensor
+
+    def finish(self) -> torch.Tensor:
+        return self.out
+
+
+class ThreadCommunicator:
+    """Implements `Communicator` for tensors of one process."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange, self.rank, self.size = exchange, rank, exchange.size
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return copies of all ranks' tensors."""
+        return self._exchange.gather(self.rank, x.clone())
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(x)).float().sum(0).to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return torch.cat(self.gather(x), dim)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x).chunk(self.size)[self.rank]
+
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Finished:
+        parts = self._exchange.gather(self.rank, x.clone().split(list(sent)))
+        return Finished(torch.cat([part[self.rank] for part in parts]))
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        raise NotImplementedError("no test sends")
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        raise NotImplementedError("no test receives")
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return self.gather(x)[source].clone()
+
+    def abort(self) -> None:
+        self._exchange.barrier.abort()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def join(context: CommunicatorContext) -> ThreadCommunicator:
+    """Join the ranks of this thread's engine."""
+    return ThreadCommunicator(_here.exchange, context.rank)
+
+
+@define(eq=False)
+class ThreadGroup:
+    """All ranks, as `slotline.ranks.group.RankGroup` has them."""
+
+    place: Place
+    exchange: Exchange
+    communicators: list[Communicator] = field(factory=list, init=False)
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.exchange.gather(self.place.rank, value)
+
+
+class Told:
+    """Rank 0's connections, or another rank's, that only hand messages on."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self.step, self.failure, self.failed = 0, "", threading.Event()
+        self._exchange, self._rank, self.log = exchange, rank, self
+
+    def send(self, message: bytes) -> None:
+        self._exchange.gather(self._rank, message)
+
+    def recv_bytes(self) -> bytes:
+        return bytes(self._exchange.gather(self._rank, None)[0])
+
+    def begin_step(self) -> None:
+        self.step += 1
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+    def all_raised(self, step: int) -> bool:
+        return True
+
+    def raised(self, error: BaseException) -> None:
+        """Do nothing."""
+
+
+class ThreadRanks:
+    """LLMs of all ranks of one engine.
+
+    Args:
+        tensor: number of ranks.
+        settings: as of `LLM`.
+
+    Attributes:
+        llms: one for each rank.
+    """
+
+    def __init__(self, model: Path | None = None, *, tensor: int = 2, **settings: Any) -> None:
+        inline = (*settings.pop("plugins.inline", ()), f"{__file__}:descriptor")
+        settings |= {"plugins.inline": inline, "parallel.tensor": tensor, "parallel.communicator": "threads"}
+        settings.setdefault("observability.check_integrity", True)
+        if model is not None:
+            settings["model"] = model
+        self._exchange = Exchange(tensor)
+        self._pools = [ThreadPoolExecutor(1) for _ in range(tensor)]
+        self.llms: list[LLM] = []
+        self.llms = self._all(lambda rank: self._built(rank, settings))
+
+    def each(self, call: Callable[[LLM], R]) -> list[R]:
+        """Return what a function gives for every rank's `LLM`, called on the ranks' threads."""
+        return self._all(lambda rank: call(self.llms[rank]))
+
+    def same(self, call: Callable[[LLM], R]) -> R:
+        """Return what a function gives for every rank's `LLM`, which must be the same."""
+        first, *others = self.each(call)
+        assert all(other == first for other in others)
+        return first
+
+    def close(self) -> None:
+        """End the threads."""
+        for pool in self._pools:
+            pool.shutdown()
+
+    def _built(self, rank: int, settings: dict[str, Any]) -> LLM:
+        loaded = load_settings(None, (), settings)
+        place = Place(rank=rank, local_rank=rank, layout=layout_of(loaded))
+        group = ThreadGroup(place, self._exchange)
+        engine = build_engine(loaded, group, RankedEngine, make_plan(loaded, place=place))
+        assert isinstance(engine, RankedEngine)
+        told: Any = Told(self._exchange, rank)
+        engine.connect(group, None if rank else told, told if rank else None, logged=False)  # type: ignore[arg-type]
+        llm = object.__new__(LLM)
+        llm.loaded, llm.engine, llm.submitter, llm._weights = loaded, engine, Submitter(engine), None
+        return llm
+
+    def _all(self, call: Callable[[int], R]) -> list[R]:
+        def turn(rank: int) -> R:
+            _here.exchange = self._exchange
+            torch.set_num_threads(1)
+            with self._exchange.turn:
+                try:
+                    return call(rank)
+                except BaseException:
+                    self._exchange.barrier.abort()
+                    raise
+
+        self._exchange.barrier.reset()
+        running = [pool.submit(turn, rank) for rank, pool in enumerate(self._pools)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+        if errors:
+            raise (real or errors)[0]
+        return [one.result() for one in running]
