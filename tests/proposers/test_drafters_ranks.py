@@ -1,0 +1,86 @@
+"""Drafters over several ranks: whole on each of them, so that all draft the same and verify the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import head_folders
+import mtp_checkpoints
+import pytest
+from engine_driver import random_prompts
+from thread_ranks import ThreadRanks
+from tiny_models import VOCAB_SIZE
+
+from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import NegotiationError
+from tests.proposers.test_medusa import heads_of, written
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+PROMPTS = random_prompts([5, 40, 17, 2, 30], seed=3)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
+DRAFTERS = ("ngram", "suffix", "eagle", "eagle3", "medusa", "medusa_tree", "draft_model", "mtp")
+
+
+def checkpoints(name: str, tiny: Tiny, root: Path) -> tuple[Path, Path | None]:
+    """The checkpoint that a drafter drafts for, and the drafter's own folder."""
+    model = tiny("llama_deep" if name == "eagle3" else "llama")
+    if name in ("eagle", "eagle3"):
+        return model, head_folders.build(root / name, model, name)
+    if name.startswith("medusa"):
+        return model, written(root / name, heads_of(64, VOCAB_SIZE), "shared")
+    if name == "mtp":
+        return mtp_checkpoints.build(root / name, tiny("qwen2"), "qwen2"), None
+    return model, model if name == "draft_model" else None
+
+
+def answered(llm: LLM) -> list[tuple[list[int], list[list[tuple[int, float]]]]]:
+    """Tokens of each prompt, and the likeliest ones at each place with their log-probabilities."""
+    outputs = [one.outputs[0] for one in llm.generate([{"prompt_token_ids": one} for one in PROMPTS], PARAMS)]
+    return [
+        (list(one.token_ids), [[(token, p.logprob) for token, p in entry.items()] for entry in one.logprobs or ()])
+        for one in outputs
+    ]
+
+
+def counts(llm: LLM) -> tuple[int, int, int]:
+    found = llm.engine.extension("drafts").drafting.counts
+    return found.proposed, found.accepted, found.failures
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_drafts_over_ranks_what_it_drafts_alone(
+    name: str, tiny: Tiny, tmp_path: Path, engines: Callable[..., LLM]
+) -> None:
+    model, folder = checkpoints(name, tiny, tmp_path)
+    settings: dict[str, Any] = {"drafter.name": name, "drafter.tokens": 4, "drafter.adaptive": False}
+    settings |= {} if folder is None else {"drafter.path": str(folder)}
+    settings |= {"scheduler.max_batched_tokens": 24, "cache.memory": "8MiB"}  # prompts in chunks
+    ranks = ThreadRanks(model, dtype="float32", **settings)
+    alone = LLM(model, dtype="float32", **settings)
+    found = ranks.same(answered)
+    expected = answered(alone)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        for own, other in zip(ours, theirs, strict=True):
+            assert [token for token, _ in own] == [token for token, _ in other]
+            assert [p for _, p in own] == pytest.approx([p for _, p in other], abs=1e-4)
+    proposed, accepted, failures = ranks.same(counts)
+    assert (proposed, accepted, failures) == counts(alone)
+    assert failures == 0
+    if name not in ("ngram", "suffix"):
+        assert proposed > 0
+    ranks.close()
+
+
+def test_lengths_that_adapt_to_measured_times_are_off_over_ranks(tiny: Tiny) -> None:
+    ranks = ThreadRanks(tiny("llama"), **{"drafter.name": "ngram"})
+    setting = next(one for one in ranks.llms[0].plan.settings if one.key == "drafter.adaptive")
+    assert setting.resolved == "false"
+    assert "2 ranks would measure different times" in setting.origin
+    ranks.close()
+    with pytest.raises(NegotiationError, match="2 ranks would measure different times"):
+        ThreadRanks(tiny("llama"), **{"drafter.name": "ngram", "drafter.adaptive": True})
