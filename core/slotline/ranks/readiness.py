@@ -55,4 +55,3 @@ class Readiness:
 
 def _text(names: Names) -> str:
     return f"ready {names[0]}, failed {names[1]}"
-

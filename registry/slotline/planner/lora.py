@@ -14,7 +14,13 @@ from slotline.registry.negotiation import Need, part_reasons
 
 
 def choose_lora(
-    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int, ranks: int = 1
+    loaded: LoadedConfig,
+    registry: PluginRegistry,
+    info: DeviceInfo,
+    family: Descriptor[Any],
+    *,
+    stages: int,
+    ranks: int = 1,
 ) -> Descriptor[Any] | None:
     """Return the LoRA plugin that the configuration names, if any, with the capabilities that its probe left.
 

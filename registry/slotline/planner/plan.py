@@ -337,7 +337,7 @@ def _negotiated(
     communicator = choose_communicator(loaded, registry, info, place, plan.dtype)
     weights = None
     if weight_format is not None:
-        weights = choose_weights(loaded, registry, info, facts, weight_format, plan, stages.stages[-1].device)
+        weights = choose_weights(loaded, registry, info, facts, weight_format, plan, stages.stages[-1].device, whole)
     if plan.graphs.resolved != "none" and (
         refusal := shards.graphs_refusal
         or communicator.graphs_refusal

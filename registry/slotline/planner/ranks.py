@@ -96,8 +96,6 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place) -
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
-    if config.weights.quantize or facts.weight_modules:
-        texts.append("quantized weights are not divided")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if facts.modalities:

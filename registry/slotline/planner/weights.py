@@ -118,18 +118,26 @@ def choose_weights(
     source: FormatChoice,
     plan: Plan,
     device: str,
+    whole: ModelFacts | None = None,
 ) -> WeightsChoice:
     """Return the plugin of each group of modules with equal schemes and sizes.
 
+    Args:
+        whole: facts of the whole model, if `facts` are of a rank's part.
+
     Raises:
-        NegotiationError: naming a module, its scheme and the reason of every plugin, if none serves a group.
+        NegotiationError: naming a module, its scheme and the reason of every plugin, if none serves a group. Also if
+            ranks would divide a group with one scale.
     """
     found: dict[Any, list[WeightModule]] = {}
+    ranked = whole is not None and whole is not facts
+    uncut = {module.name: module for module in (whole or facts).weight_modules}
     for module in facts.weight_modules:
         name = module.name if source.online else module.stored
         scheme = source.format.scheme_of(name, module.kind) if name else None
         if scheme is not None:
             scheme = _permitting(scheme, loaded.config.weights.activation)
+            _refuse_cut_groups(uncut[module.name], module, scheme)
             slot = Kind.EXPERTS if module.kind == "experts" else Kind.LINEAR
             extra = (module.experts, module.interleaved, module.activation, module.constants, module.bias)
             found.setdefault((slot, scheme, module.in_features, module.out_features, extra), []).append(module)
@@ -142,7 +150,8 @@ def choose_weights(
     offers = {slot: candidates(registry, slot, info) for slot in dict.fromkeys(key[0] for key in found)}
     groups, descriptors, names = [], {}, dict[str, int]()
     for (slot, scheme, *_), modules in found.items():
-        chooser = _Chooser(loaded, registry, info, plan, device, slot, scheme, tuple(modules), _name(modules, names))
+        name = _name(modules, names)
+        chooser = _Chooser(loaded, registry, info, plan, device, slot, scheme, tuple(modules), name, ranked)
         group, descriptor = chooser.choose(offers[slot])
         groups.append(group)
         descriptors[slot.value, descriptor.name] = descriptor
@@ -210,6 +219,7 @@ class _Chooser:
     scheme: WeightScheme
     modules: tuple[WeightModule, ...]
     name: str
+    ranked: bool = False
 
     @property
     def asked(self) -> str:
@@ -307,6 +317,8 @@ class _Chooser:
         if ranking is not None:
             first = min(by_priority, key=lambda item: ranking.place(item.name))
             return first, f"{len(fits)} candidates fit; {ranking.label} puts it first", {}
+        if self.ranked:
+            return by_priority[0], f"{len(fits)} candidates fit; decided by priority, as ranks measure apart", {}
         if self.slot is Kind.LINEAR and "cpu" in (self.info.type, *self.info.compatible_with):
             times = product_times(self.registry, by_priority, self.context, self.info)
             best = min(by_priority, key=lambda item: sum(times[item.name]))
@@ -341,6 +353,30 @@ class _Chooser:
         if self.asked != "auto":
             fix = f'set weights.{self.slot.value} = "auto"'
         return NegotiationError(f"N502 {message}", fix=fix, failure=failure)
+
+
+def _refuse_cut_groups(whole: WeightModule, own: WeightModule, scheme: WeightScheme) -> None:
+    """Refuse a division of a module among ranks that divides a group with one scale.
+
+    Raises:
+        NegotiationError: naming the module and the sizes.
+    """
+    rows, columns = scheme.group
+    inputs, outputs = own.in_features, own.out_features
+    cut_inputs, cut_outputs = whole.in_features != inputs, whole.out_features != outputs
+    if own.experts:  # the inputs of the second product are what the first one gives for gate or up
+        inputs, outputs, cut_inputs = outputs // 2, outputs // 2, cut_outputs
+    if cut_inputs and columns > 1 and inputs % columns and not scheme.act_order:
+        raise _cut_group(own, scheme, f"{inputs} inputs, and {columns}")
+    if cut_outputs and rows > 1 and outputs % rows and own.kind != "head":
+        raise _cut_group(own, scheme, f"{outputs} outputs, and {rows}")
+
+
+def _cut_group(module: WeightModule, scheme: WeightScheme, sizes: str) -> NegotiationError:
+    return NegotiationError(
+        f"{module.name}, {scheme.describe()}, cannot be divided among ranks: a rank would have {sizes} share a scale",
+        fix="set parallel.tensor to another number, or take a checkpoint with smaller groups",
+    )
 
 
 def kernel_context(

@@ -50,9 +50,7 @@ def ranks(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[ThreadRanks]:
 def answers(oracle: PeftOracle, names: list[str | None]) -> Callable[[LLM], list[list[int]]]:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS[: len(names)]]
     adapters = [oracle.request(name) for name in names]
-    return lambda llm: [
-        list(one.outputs[0].token_ids) for one in llm.generate(prompts, GREEDY, lora_request=adapters)
-    ]
+    return lambda llm: [list(one.outputs[0].token_ids) for one in llm.generate(prompts, GREEDY, lora_request=adapters)]
 
 
 def test_adapters_of_a_batch_are_those_of_peft(ranks: ThreadRanks, oracle: PeftOracle) -> None:

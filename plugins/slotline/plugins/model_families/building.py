@@ -25,9 +25,11 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.decoder import SERVED
 from slotline.plugins.model_families.passes.decisions import Decisions
+from slotline.plugins.model_families.quantized.division import divide_quantized
 from slotline.plugins.model_families.saved_model import Origin
 from slotline.plugins.model_families.tensor_parallel.collectives import install
 from slotline.plugins.model_families.tensor_parallel.division import divide
+from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 
@@ -65,7 +67,7 @@ def build(context: ModelContext, load: Load) -> Built:
     hf_model, encoder = load(context)
     origin = saved_model.origin_of(hf_model, context.dtype)
     checked = _self_checked(hf_model, context)
-    joined = None if context.shard is None else divide(hf_model, context.shard)
+    joined = None if context.shard is None else _divided(hf_model, context)
     holder, notes = _bind(hf_model, context)
     notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
     parts = stages.parts_of(hf_model, context.device, context.stages)
@@ -91,7 +93,7 @@ def read_plain(context: ModelContext, load: Load) -> Any:
     """Return a model whose tensors have the names and values of one that `build` returned without passes."""
     fresh, encoder = load(context)
     if context.shard is not None:
-        divide(fresh, context.shard)
+        _divided(fresh, context)
     rope.freeze(fresh, context.facts.max_model_len)
     temperature.settle(fresh, context.facts.max_model_len)
     sparse_index.settle(fresh, context.facts.max_model_len)
@@ -121,6 +123,12 @@ def _build_saved(context: ModelContext) -> Built:
     if context.offload_bytes:
         notes += offload.place(hf_model, torch.device(context.device), context.offload_bytes)
     return Built(hf_model, holder, notes, origin)
+
+
+def _divided(hf_model: Any, context: ModelContext) -> Joined:
+    """Leave each module only what a rank has of it. Quantized weights are read now."""
+    assert context.shard is not None
+    return divide(hf_model, context.shard) if context.weights is None else divide_quantized(hf_model, context)
 
 
 def _bind(hf_model: Any, context: ModelContext) -> tuple[binding.AttendHolder, tuple[str, ...]]:

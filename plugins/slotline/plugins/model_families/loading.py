@@ -96,6 +96,7 @@ def load_transformers_model(
         model = composite.text_part(model, found, binding.ATTENTION_NAME)
     if weights is not None:
         model.__class__ = served.model_class
+    if weights is not None and context.shard is None:  # a divided model gets them when it is divided
         quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
     model = structure.find_body(model.eval().requires_grad_(False))
     return inspection.adopted(model, binding.slot_attention)

@@ -49,7 +49,7 @@ class TransformersDecoder:
     ) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         if quantized:
-            return quantized_inspect.inspect(Path(path), weights=weights)
+            return quantized_inspect.inspect(Path(path), weights=weights, shard=shard)
         return inspection.inspect(Path(path), weights=weights, shard=shard)
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:

@@ -10,8 +10,9 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from slotline.plugins.model_families import checkpoint, inspection, latents, weight_files, weight_sizes
-from slotline.registry.contracts.model_family import ModelFacts
+from slotline.plugins.model_families import checkpoint, inspection, latents, structure, weight_files, weight_sizes
+from slotline.plugins.model_families.tensor_parallel.division import divide
+from slotline.registry.contracts.model_family import ModelFacts, Shard
 from slotline.registry.contracts.weights import WeightModule
 
 _ENDINGS = ("_blocks", "_scales", "_bias", "_scale_inv", "_scale")
@@ -29,21 +30,25 @@ _ACTIVATIONS = {
 }
 
 
-def inspect(path: Path, *, weights: bool = True) -> ModelFacts:
+def inspect(path: Path, *, weights: bool = True, shard: Shard | None = None) -> ModelFacts:
     """Return the facts of a decoder with `ModelFacts.weight_modules`. Its quantization is served elsewhere.
 
     Args:
         weights: False for a folder that may hold no weights.
+        shard: part of each layer that is looked at, None for the whole model.
 
     Raises:
         ModelError: if the folder is no checkpoint of a served architecture.
+        NegotiationError: if its layers cannot be divided so.
     """
     found = checkpoint.read(path, quantized=True)
     if weights:
         weight_sizes.require_weights(found)
-    facts = inspection.facts_of(found)
+    facts = inspection.facts_of(found, shard)
     with torch.device("meta"):
         model = found.model_class(found.config)
+    if shard is not None:
+        divide(structure.find_body(model), shard)
     names = {tensor.name for tensor in weight_files.tensors_of(path, found.config, quick=True)}
     return evolve(facts, weight_modules=tuple(weight_modules(model, names)))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.passes.merged_projections import GATE_UP, QUERY_KEY_VALUE, share
-from slotline.plugins.model_families.quantized.inspect import stems, stored_name
+from slotline.plugins.model_families.quantized.inspect import is_experts, stems, stored_name
 from slotline.plugins.model_families.quantized.slot_linear import SlotExperts, SlotLinear
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.contracts.weight_format import OnlineFormat, WeightFormat
@@ -117,37 +117,42 @@ def fill(model: nn.Module, weights: ModelWeights, device: str, *, merge: bool) -
     Raises:
         ModelError: for a weight that is missing or does not fit.
     """
-    for names in _products(weights, merge=merge):
+    for names in products(weights, merge=merge):
         planned = weights.modules[names[0]]
         if planned.module.experts:
-            gate_up, down = _read_experts(weights.format, planned.module)
-            _check(gate_up, planned, planned.module.stored, transposed=False)
-            _check(down, planned, planned.module.stored, transposed=True)
-            _hold_experts(model.get_submodule(names[0]), planned, gate_up, down, device)
+            gate_up, down = read_experts(weights.format, planned.module)
+            check(gate_up, planned, planned.module.stored, transposed=False)
+            check(down, planned, planned.module.stored, transposed=True)
+            hold_experts(model.get_submodule(names[0]), planned, gate_up, down, device)
         else:
-            _hold_linears(model, names, [_read_linear(weights, name) for name in names], device)
+            hold_linears(model, names, [_read_linear(weights, name) for name in names], device)
 
 
 def quantize(model: nn.Module, weights: ModelWeights, device: str, dtype: torch.dtype, *, merge: bool) -> None:
     """Quantize the modules of a model that was loaded in full precision, one product after the other."""
     online: OnlineFormat = weights.format  # type: ignore[assignment]
-    for names in _products(weights, merge=merge):
+    for names in products(weights, merge=merge):
         planned, module = weights.modules[names[0]], model.get_submodule(names[0])
         one = evolve(weights, modules={name: weights.modules[name] for name in names})
         if planned.module.experts:
-            parts = [module.gate_up_proj.detach(), module.down_proj.detach()]  # type: ignore[operator]
-            if getattr(module, "is_transposed", False):
-                parts = [part.transpose(1, 2) for part in parts]
-            both = [online.quantize(names[0], "experts", part) for part in parts]
+            both = [online.quantize(names[0], "experts", part) for part in plain_weights(module)]
             replace(model, one, dtype)
-            _hold_experts(model.get_submodule(names[0]), planned, both[0], both[1], device)
+            hold_experts(model.get_submodule(names[0]), planned, both[0], both[1], device)
         else:
             found = []
             for name in names:
-                kind, plain = weights.modules[name].module.kind, model.get_submodule(name).weight.detach()  # type: ignore[operator]
-                found.append(online.quantize(name, kind, plain))
+                (plain,) = plain_weights(model.get_submodule(name))
+                found.append(online.quantize(name, weights.modules[name].module.kind, plain))
             replace(model, one, dtype)
-            _hold_linears(model, names, found, device)
+            hold_linears(model, names, found, device)
+
+
+def plain_weights(module: Any) -> list[torch.Tensor]:
+    """Return the weight [outputs, inputs] of a linear layer, or two [experts, outputs, inputs] of experts."""
+    if not is_experts(module):
+        return [module.weight.detach()]
+    parts = [module.gate_up_proj.detach(), module.down_proj.detach()]
+    return [part.transpose(1, 2) for part in parts] if getattr(module, "is_transposed", False) else parts
 
 
 def without_head(weights: ModelWeights) -> ModelWeights:
@@ -155,7 +160,7 @@ def without_head(weights: ModelWeights) -> ModelWeights:
     return evolve(weights, modules={n: one for n, one in weights.modules.items() if one.module.kind != "head"})
 
 
-def _products(weights: ModelWeights, *, merge: bool) -> Iterator[tuple[str, ...]]:
+def products(weights: ModelWeights, *, merge: bool) -> Iterator[tuple[str, ...]]:
     """Yield the names of the modules of each product: one module, or projections of the same input."""
     taken: set[str] = set()
     for name in weights.modules:
@@ -182,11 +187,11 @@ def _fit_together(weights: ModelWeights, names: tuple[str, ...]) -> bool:
 def _read_linear(weights: ModelWeights, name: str) -> QuantizedWeight:
     planned = weights.modules[name]
     weight = weights.format.read(planned.module.stored, planned.module.kind)
-    _check(weight, planned, planned.module.stored)
+    check(weight, planned, planned.module.stored)
     return weight
 
 
-def _hold_linears(model: nn.Module, names: tuple[str, ...], found: list[QuantizedWeight], device: str) -> None:
+def hold_linears(model: nn.Module, names: tuple[str, ...], found: list[QuantizedWeight], device: str) -> None:
     """Pack the weights of one product, and put a merged product in the place of several slots."""
     slots: list[Any] = [model.get_submodule(name) for name in names]
     biases = [slot.bias for slot in slots if slot.bias is not None]
@@ -203,7 +208,7 @@ def _hold_linears(model: nn.Module, names: tuple[str, ...], found: list[Quantize
         setattr(parent, name.rpartition(".")[2], projection)
 
 
-def _hold_experts(
+def hold_experts(
     slot: Any, planned: PlannedModule, gate_up: QuantizedWeight, down: QuantizedWeight, device: str
 ) -> None:
     biases = [None if b is None else b.detach().to(device) for b in (slot.gate_up_proj_bias, slot.down_proj_bias)]
@@ -211,7 +216,7 @@ def _hold_experts(
     slot.hold(kernel.pack(gate_up.to(device), down.to(device), *biases))
 
 
-def _read_experts(reader: WeightFormat, module: WeightModule) -> tuple[QuantizedWeight, QuantizedWeight]:
+def read_experts(reader: WeightFormat, module: WeightModule) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Read experts that are stored together, or one by one."""
     stem, _, first = module.stored.rpartition(".")
     parent, _, number = stem.rpartition(".")
@@ -232,7 +237,7 @@ def _read_one(reader: WeightFormat, name: str) -> QuantizedWeight:
     return weight
 
 
-def _check(weight: QuantizedWeight, planned: PlannedModule, name: str, *, transposed: bool = False) -> None:
+def check(weight: QuantizedWeight, planned: PlannedModule, name: str, *, transposed: bool = False) -> None:
     """Check a weight against its module's sizes.
 
     Raises:
