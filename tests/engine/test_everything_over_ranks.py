@@ -25,6 +25,7 @@ def numbers(output: RequestOutput) -> list[float]:
     return [p.logprob for entry in output.outputs[0].logprobs or () for p in entry.values()]
 
 
+@pytest.mark.slow
 def test_each_says_over_ranks_what_it_says_alone_and_in_one_process() -> None:
     """In float32 with `batch_invariant`; two adapters take turns in one slot, and grammars are compiled meanwhile."""
     settings: dict[str, Any] = {"dtype": "float32", "batch_invariant": True, "scheduler.max_batched_tokens": 16}

@@ -211,6 +211,7 @@ def hold_linears(model: nn.Module, names: tuple[str, ...], found: list[Quantized
 def hold_experts(
     slot: Any, planned: PlannedModule, gate_up: QuantizedWeight, down: QuantizedWeight, device: str
 ) -> None:
+    """Pack the weights of experts, with their biases, into a slot."""
     biases = [None if b is None else b.detach().to(device) for b in (slot.gate_up_proj_bias, slot.down_proj_bias)]
     kernel: Any = planned.kernel
     slot.hold(kernel.pack(gate_up.to(device), down.to(device), *biases))
