@@ -21,6 +21,12 @@ def _queued(options: Any) -> Any:
     return options
 
 
+def _wait(work: Any) -> None:
+    """Wait for a collective. One that is queued on a stream already may have nothing to wait for."""
+    if work is not None:
+        work.wait()
+
+
 _REDUCE = _queued(AllreduceOptions())
 _GATHER = _queued(AllgatherOptions())
 _SCATTER = _queued(ReduceScatterOptions())
@@ -54,19 +60,19 @@ class TorchCommunicator:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x], _REDUCE).wait()
+        _wait(self._group.allreduce([x], _REDUCE))
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         shape = x.shape or (1,)
         out = x.new_empty(self.size * shape[0], *shape[1:])
-        self._group._allgather_base(out, x, _GATHER).wait()
+        _wait(self._group._allgather_base(out, x, _GATHER))
         dim %= len(shape)
         return out if dim == 0 else out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        self._group._reduce_scatter_base(out, x, _SCATTER).wait()
+        _wait(self._group._reduce_scatter_base(out, x, _SCATTER))
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> TorchExchange:
