@@ -3,7 +3,8 @@
 One kernel does a sum: each block copies its piece of the tensor to where the peers read it, tells them, waits for
 theirs, and adds the pieces of all ranks in their order. That is the one-shot all-reduce of TensorRT-LLM and vLLM, in
 Triton. Two copies take turns, so that nobody waits for the readers of the one before: a block counts its launches on
-the device, which holds in a captured graph too. Everything else is NCCL's.
+the device, which holds in a captured graph too. So all sums have to be queued on one stream after the other. Everything
+else is NCCL's.
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ class PeerCommunicator(TorchCommunicator):
         """Return the seconds that some work takes on the slowest rank."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         work()
+        torch.cuda.synchronize(self.device)  # launches on two streams would count as one
         with torch.cuda.stream(stream):
             work()
             torch.cuda.synchronize(self.device)
