@@ -37,7 +37,7 @@ def main() -> int:
     except BaseException as error:
         link.failed(error)
         raise
-    engine = _built(planned, group, None, link, logged=True)
+    engine = _built(planned, group, None, link, logged=False)
     assert isinstance(engine, RankedEngine)
     while True:
         try:

@@ -16,12 +16,11 @@ import numpy as np
 from attrs import define, field
 
 from slotline.core.batch.request import Request
-from slotline.core.engine.engine import Engine, ReadyRequests
+from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
 from slotline.ranks.group import RankGroup
 from slotline.ranks.links import Link, Links
-from slotline.ranks.readiness import Names, Readiness
 from slotline.registry.errors import IntegrityError, RankError, RequestError
 from slotline.registry.loading import one_line
 
@@ -50,8 +49,6 @@ class RankedEngine(Engine):
     link: Link | None = field(default=None, init=False)
     log: list[bytes] | None = field(default=None, init=False)
     _failed: RankError | None = field(default=None, init=False)
-    _logged: bool = field(default=False, init=False)
-    _readiness: Readiness = field(factory=Readiness, init=False)
 
     def connect(self, group: RankGroup, links: Links | None, link: Link | None, *, logged: bool) -> None:
         """Run in step with the other ranks from now on.
@@ -61,7 +58,6 @@ class RankedEngine(Engine):
         """
         self.group, self.links, self.link = group, links, link
         self.log = [] if logged and links is not None else None
-        self._logged = logged
 
     @exclusive
     def add(self, /, request_id: str, prompt_token_ids: Sequence[int], params: Any, **options: Any) -> Request:
@@ -119,38 +115,12 @@ class RankedEngine(Engine):
             RankError: if a rank died, hangs, or raised an error that this one did not.
         """
         self._refuse_failed()
-        if self._defers:
-            self._agree()
         self._send(STEP if not self.log else pickle.dumps(self.log))
         with self._in_step():
             result = super().step()
             if self.check:
                 self._compare_rows()
         return result
-
-    @property
-    def _defers(self) -> bool:
-        """Whether a request waits for something in the background."""
-        queued = len(self.scheduler.running) + self.scheduler.num_waiting
-        return bool(self.extensions.collect_ready) and len(self.requests) > queued
-
-    def _agree(self) -> None:
-        """Have all ranks queue the requests that are ready on rank 0."""
-        if self.links is not None:
-            found = self._readiness.keep(super()._ready_requests())
-            if not self._logged:
-                self.links.send(pickle.dumps(found))
-            elif any(found):
-                self._note(self._entry("await_ready", found))
-        elif self.link is not None and not self._logged:
-            self.await_ready(pickle.loads(self.link.log.recv_bytes()))
-
-    def await_ready(self, told: Names) -> None:
-        """Wait for the requests that rank 0 queues in the next step."""
-        self._readiness.follow(told, super()._ready_requests(only=frozenset((*told[0], *told[1]))))
-
-    def _ready_requests(self, **_: Any) -> ReadyRequests:
-        return self._readiness.take(lambda request: self.requests.get(request.request_id) is request)
 
     def end_collectives(self) -> None:
         """End the collectives that wait for a rank that is gone. Called by another thread."""
@@ -166,12 +136,9 @@ class RankedEngine(Engine):
             name, given, options = pickle.loads(entry)
             try:
                 getattr(self, name)(*given, **options)
-            except Exception as error:
-                if name == "reload_weights" and isinstance(error, RequestError):
-                    continue  # rank 0 has raised it too
-                if self.link is not None:
-                    self.link.failed(error)
-                raise
+            except RequestError:
+                if name != "reload_weights":
+                    raise
         self.step()
 
     def _entry(self, name: str, *given: Any, **options: Any) -> bytes:

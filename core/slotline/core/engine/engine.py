@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 Int = npt.NDArray[np.int64]
 P = ParamSpec("P")
 R = TypeVar("R")
-ReadyRequests = tuple[list[Request], list[tuple[Request, BaseException]]]
 logger = logging.getLogger("slotline")
 
 
@@ -415,24 +414,16 @@ class Engine:
 
     def _queue_ready(self) -> list[Request]:
         """Queue the deferred requests that are ready. Return those that ended with an error."""
-        ready, failed = self._ready_requests()
-        if ready:
-            self.intake.queue_ready(ready)
+        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+        failed: list[tuple[Request, BaseException]] = []
+        for collect in self.extensions.collect_ready:
+            ready, errors = collect(idle=idle, gives_way=lambda: bool(self.lock.line))
+            if ready:
+                self.intake.queue_ready(ready)
+            failed += errors
         if failed:
             self.endings.fail(failed)
         return [request for request, _ in failed]
-
-    def _ready_requests(self, **options: Any) -> ReadyRequests:
-        """Return the deferred requests that are ready, and those that failed, with their errors."""
-        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
-        found: ReadyRequests = [], []
-        for collect in self.extensions.collect_ready:
-            for all_found, some in zip(found, collect(idle=idle, gives_way=self._gives_way, **options), strict=True):
-                all_found.extend(some)  # type: ignore[arg-type]
-        return found
-
-    def _gives_way(self) -> bool:
-        return bool(self.lock.line)
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         """Gather a step's inputs and start its forward pass."""

@@ -9,7 +9,7 @@ grammar advances by the tokens that are handed out and by nothing else, so preem
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from weakref import WeakKeyDictionary
 
@@ -136,15 +136,12 @@ class StructuredOutputs:
         return self.compiler.is_waiting(request)
 
     def collect_ready(
-        self, *, idle: bool, gives_way: Callable[[], bool], only: Collection[str] | None = None
+        self, *, idle: bool, gives_way: Callable[[], bool]
     ) -> tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]:
-        """Return the requests whose grammar has been compiled, and those whose grammar cannot be.
-
-        With `only` wait for those of these ids, and return no others.
-        """
+        """Return the requests whose grammar has been compiled, and those whose grammar cannot be."""
         if not self.compiler.num_waiting:
             return (), ()
-        ready, failed = self.compiler.collect(idle=idle, gives_way=gives_way, only=only)
+        ready, failed = self.compiler.collect(idle=idle, gives_way=gives_way)
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
         return ready, failed

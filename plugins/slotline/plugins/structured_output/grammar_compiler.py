@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -68,27 +68,19 @@ class GrammarCompiler:
         self._waiting[request.request_id] = (request, future)
 
     def collect(
-        self,
-        *,
-        idle: bool,
-        gives_way: Callable[[], bool] = lambda: False,
-        only: Collection[str] | None = None,
+        self, *, idle: bool, gives_way: Callable[[], bool] = lambda: False
     ) -> tuple[list[Request], list[tuple[Request, BaseException]]]:
         """Return the requests whose grammar was compiled since the last call, and those whose grammar cannot be.
 
         Args:
             idle: there is nothing else to do, so wait for the first grammar.
             gives_way: called now and then while waiting. True ends the wait, since there is other work.
-            only: ids of the requests to wait for and to return, None for any.
         """
         self._own_process.refuse_others()
-        waiting = [self._waiting[name] for name in self._waiting if only is None or name in only]
-        futures = [future for _, future in waiting]
-        if only is not None:
-            wait(futures)
+        futures = [future for _, future in self._waiting.values()]
         while idle and futures and not wait(futures, _LOOKS_UP, FIRST_COMPLETED).done:
             idle = not gives_way()
-        done = [(request, future) for request, future in waiting if future.done()]
+        done = [(request, future) for request, future in self._waiting.values() if future.done()]
         ready, failed = [], []
         for request, future in done:
             error = future.exception()

@@ -341,15 +341,13 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def collect_ready(
-        self, *, idle: bool, gives_way: Callable[[], bool], only: Collection[str] | None = None
+        self, *, idle: bool, gives_way: Callable[[], bool]
     ) -> tuple[Sequence[Any], Sequence[tuple[Any, BaseException]]]:
         """Return the deferred requests that may be queued, and those that failed, with their errors.
 
         Args:
             idle: the engine has nothing else to do, so that waiting is right.
             gives_way: returns True once another thread wants the engine.
-            only: ids of the requests to return, and no others. They are waited for. Given on all but the first of
-                several ranks, which queue what that one has queued.
         """
         ...
 
