@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import pickle
 import signal
 import sys
+import threading
+import time
+import warnings
 from datetime import timedelta
 from functools import partial
 
@@ -17,38 +21,59 @@ from slotline.planner.ranks import layout_of
 from slotline.ranks.group import join_store, launched_place
 from slotline.ranks.launch import CONFIG
 from slotline.ranks.links import Link
-from slotline.ranks.ranked_engine import RankedEngine
-from slotline.ranks.start import _built
+from slotline.ranks.start import build_rank
+
+_LOOK = 0.5
+"""Seconds between two looks whether rank 0 lives, before there is a link with it."""
 
 
 def main() -> int:
-    """Follow rank 0 until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
-    logging.getLogger("slotline").setLevel(logging.ERROR)  # rank 0 has said it
+    """Follow rank 0 until it ends. Errors are told to rank 0."""
+    log_as(int(os.environ["RANK"]))
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=600))
-    loaded = pickle.loads(bytes.fromhex(store.get(CONFIG).decode()))
-    place = launched_place(layout_of(loaded))
-    assert place is not None
-    group = join_store(place, store, loaded.config.parallel.start_timeout)
-    link = Link(group, partial(os._exit, 1))
+    link = Link(store, int(os.environ["RANK"]), partial(os._exit, 1))
     try:
+        loaded = pickle.loads(bytes.fromhex(store.get(CONFIG).decode()))
+        place = launched_place(layout_of(loaded))
+        assert place is not None
         planned = make_plan(loaded, place=place)
+        link.planned()
+        link.group = group = join_store(place, store, loaded.config.parallel.start_timeout)
+        engine = build_rank(planned, group, None, link, logged=True)
+        engine.follow()
     except BaseException as error:
         link.failed(error)
-        raise
-    engine = _built(planned, group, None, link, logged=False)
-    assert isinstance(engine, RankedEngine)
-    while True:
-        try:
-            message = link.log.recv_bytes()
-        except (EOFError, OSError):
-            return 0
-        try:
-            engine.perform(message)
-        except Exception:  # told to rank 0, which goes on if it raised the same
-            continue
+        return 1
+    return 0
+
+
+def log_as(rank: int) -> None:
+    """Prefix what this process logs with its rank, and leave to rank 0 what all ranks say."""
+    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=logging.WARNING)
+    logging.getLogger("slotline").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent has ended, also while it still imports or waits for the store."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK)
+    os._exit(1)
+
+
+def _be_process() -> None:
+    """Prepare this process: rank 0 handles interrupts and standard output, and its end is the end of this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    threading.Thread(target=_end_with, args=(int(os.environ["SLOTLINE_PARENT"]),), daemon=True).start()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _be_process()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the process has nothing to save, and libraries may wait for their threads

@@ -12,12 +12,11 @@ from attrs import define, field
 from torch import distributed
 from torch.distributed.distributed_c10d import Store
 
+from slotline.ranks.roles import is_launched
 from slotline.registry.contracts import Communicator
 from slotline.registry.errors import ConfigError, RankError
 from slotline.registry.ranks import Place, RankLayout, refuse_other_size
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells each process."""
 
 
 @define(eq=False)
@@ -42,6 +41,11 @@ class RankGroup:
         distributed.all_gather_object(found, value)
         return found
 
+    def abort(self) -> None:
+        """End the collectives that wait for a rank that is gone. Called by another thread."""
+        for communicator in self.communicators:
+            communicator.abort()
+
     def close(self) -> None:
         """Leave the group."""
         for communicator in self.communicators:
@@ -51,13 +55,18 @@ class RankGroup:
                 distributed.destroy_process_group()
 
 
+def waits_in(group: RankGroup | None) -> tuple[object, ...]:
+    """Return the objects whose methods wait for other ranks."""
+    return () if group is None else (group, *group.communicators)
+
+
 def launched_place(layout: RankLayout, environment: Mapping[str, str] = os.environ) -> Place | None:
     """Return this process' place if torchrun started it, else None.
 
     Raises:
         ConfigError: if torchrun started another number of processes than there are ranks.
     """
-    if any(name not in environment for name in _LAUNCHED):
+    if not is_launched(environment):
         return None
     refuse_other_size(layout, int(environment["WORLD_SIZE"]))
     return Place(rank=int(environment["RANK"]), local_rank=int(environment["LOCAL_RANK"]), layout=layout)

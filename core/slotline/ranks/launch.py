@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-import psutil
 from attrs import define
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -41,8 +45,15 @@ class Launched:
 
     def end(self, patience: float = 0.0) -> None:
         """End the processes, after this many seconds in which they may end by themselves."""
+        until = time.monotonic() + patience
         processes = [handler.proc for handler in self.context.subprocess_handlers.values()]
-        psutil.wait_procs([p for one in processes if (p := _process(one.pid)) is not None], timeout=patience)
+        for process in processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in processes:
+            process.wait()
         self.context.close(signal.SIGKILL)
 
 
@@ -74,24 +85,22 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
             "MASTER_PORT": str(store.port),
             "OMP_NUM_THREADS": threads,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "SLOTLINE_PARENT": str(os.getpid()),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 says the same
         }
         for rank in range(1, place.size)
     }
-    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     try:
-        context = start_processes(
-            name="slotline",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower")),
-            envs=environments,
-            logs_specs=DefaultLogsSpecs(),
-        )
+        with _quietly():
+            context = start_processes(
+                name="slotline",
+                entrypoint=sys.executable,
+                args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower")),
+                envs=environments,
+                logs_specs=DefaultLogsSpecs(),
+            )
     except OSError as error:
         raise RankError(f"the other ranks cannot be started: {error}", fix="free memory or processes") from error
-    finally:  # torch sets its own, which end this process by an exception
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     assert isinstance(context, SubprocessContext)
     return Launched(context), store
 
@@ -106,8 +115,17 @@ def exit_text(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _process(pid: int) -> psutil.Process | None:
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep this process' handlers of signals, since torch sets its own, and torch's warning where it cannot."""
+    logger = logging.getLogger(SubprocessContext.__module__)
+    level, main = logger.level, threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _HANDLED} if main else {}
+    logger.setLevel(logging.ERROR)
     try:
-        return psutil.Process(pid)
-    except psutil.Error:
-        return None
+        yield
+    finally:
+        logger.setLevel(level)
+        for number, handler in handlers.items():
+            if handler is not None:  # of another language
+                signal.signal(number, handler)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from attrs import define, field
 
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
-from slotline.ranks.group import RankGroup
+from slotline.ranks.group import RankGroup, waits_in
 from slotline.ranks.links import Link, Links
-from slotline.registry.errors import IntegrityError, RankError, RequestError
+from slotline.ranks.rows import difference, digest_of, tables_of
+from slotline.ranks.stacks import lost_others
+from slotline.ranks.watch import GRACE
+from slotline.registry.errors import RankError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
 
 STEP = pickle.dumps([])
 """The message of a step before which nothing arrived."""
-_TABLES = ("num_tokens", "num_computed_tokens", "generation")
 
 
 @define(kw_only=True, eq=False, slots=False)
@@ -42,13 +42,18 @@ class RankedEngine(Engine):
         links: rank 0's connections, None on other ranks.
         link: another rank's connection, None on rank 0.
         log: pickled calls that the other ranks have not been told. None if they are made on all ranks alike.
+        end: ends the other ranks. It may be called again.
     """
 
     group: RankGroup | None = field(default=None, init=False)
     links: Links | None = field(default=None, init=False)
     link: Link | None = field(default=None, init=False)
     log: list[bytes] | None = field(default=None, init=False)
-    _failed: RankError | None = field(default=None, init=False)
+    end: Callable[[], Any] = field(default=lambda: None, init=False)
+    _told: bool = field(default=False, init=False)
+    _failed: SlotlineError | None = field(default=None, init=False)
+    _deferred: dict[str, Request] = field(factory=dict, init=False)
+    _collected: dict[str, tuple[Request, BaseException | None]] = field(factory=dict, init=False)
 
     def connect(self, group: RankGroup, links: Links | None, link: Link | None, *, logged: bool) -> None:
         """Run in step with the other ranks from now on.
@@ -56,8 +61,21 @@ class RankedEngine(Engine):
         Args:
             logged: whether rank 0 tells the other ranks what it is asked to do.
         """
+        self._told = logged and link is not None
         self.group, self.links, self.link = group, links, link
+        for known in (None if links is None else links.watch, link):
+            if known is not None:
+                known.group, known.building = group, False
         self.log = [] if logged and links is not None else None
+
+    @property
+    def failure(self) -> SlotlineError | None:
+        """Return what ended this engine, the failure of a rank or `close`. None while it takes requests."""
+        if self._failed is None and self.links is not None and self.links.failed.is_set():
+            self._failed = self.links.error()
+        if self._failed is None and self.link is not None and self.link.failure:
+            self._failed = RankError(self.link.failure, fix="start all ranks again")
+        return self._failed
 
     @exclusive
     def add(self, /, request_id: str, prompt_token_ids: Sequence[int], params: Any, **options: Any) -> Request:
@@ -69,16 +87,20 @@ class RankedEngine(Engine):
         """
         self._refuse_failed()
         entry = self._entry("add", request_id, prompt_token_ids, params, **options)
-        request = super().add(request_id, prompt_token_ids, params, **options)
-        self._note(entry)
+        with interrupts_later():
+            request = super().add(request_id, prompt_token_ids, params, **options)
+            self._note(entry)
+            if self._is_deferred(request):
+                self._deferred[request_id] = request
         return request
 
     @exclusive
     def abort(self, request_id: str) -> Request | None:
         """See `Engine.abort`."""
-        request = super().abort(request_id)
-        if request is not None:
-            self._note(self._entry("abort", request_id))
+        with interrupts_later():
+            request = super().abort(request_id)
+            if request is not None:
+                self._note(self._entry("abort", request_id))
         return request
 
     @exclusive
@@ -88,8 +110,8 @@ class RankedEngine(Engine):
         if self.requests:
             super().reload_weights(path)  # which refuses
         self._note(self._entry("reload_weights", path))
-        self._send(pickle.dumps([*(self.log or ()), b""]))
-        with self._in_step():
+        with interrupts_later(), self._in_step():
+            self._send(pickle.dumps([*(self.log or ()), b""]))
             super().reload_weights(path)
 
     @exclusive
@@ -115,31 +137,100 @@ class RankedEngine(Engine):
             RankError: if a rank died, hangs, or raised an error that this one did not.
         """
         self._refuse_failed()
-        self._send(STEP if not self.log else pickle.dumps(self.log))
-        with self._in_step():
-            result = super().step()
-            if self.check:
-                self._compare_rows()
-        return result
+        self._refuse_within()
+        with interrupts_later():
+            if self._deferred and not self._told:
+                self._agree_on_ready()
+            with self._in_step():
+                self._send(STEP if not self.log else pickle.dumps(self.log))
+                return super().step()
 
-    def end_collectives(self) -> None:
-        """End the collectives that wait for a rank that is gone. Called by another thread."""
-        for communicator in () if self.group is None else self.group.communicators:
-            communicator.abort()
+    @exclusive
+    def queue_deferred(self, request_ids: Sequence[str]) -> None:
+        """Queue deferred requests that rank 0 has queued, once they are ready here."""
+        while any(one in self._deferred and one not in self._collected for one in request_ids):
+            self._collect_deferred(idle=True)
+        ended = [self._collected.pop(one) for one in request_ids if one in self._collected]
+        for request, _ in ended:
+            self._deferred.pop(request.request_id, None)
+        self.intake.queue_ready([request for request, error in ended if error is None])
+        failed = [(request, error) for request, error in ended if error is not None]
+        self.endings.fail(failed)
+        self._ended += [request for request, _ in failed]
+
+    def settle(self) -> None:
+        """See `Engine.settle`. All ranks wait for what they deferred, so that they queue the same requests."""
+        while any(one in self.requests and one not in self._collected for one in self._deferred):
+            self._collect_deferred(idle=True)
+        super().settle()
+        self._collected.clear()
+        self._deferred = {name: one for name, one in self.requests.items() if self._is_deferred(one)}
+
+    def close(self) -> None:
+        """End the other ranks. This engine takes no more requests then. It may be called again."""
+        self._failed = self.failure or RequestError("the engine was closed", fix="build another one")
+        self.end()
+
+    def follow(self) -> None:
+        """Do what rank 0 is asked to do, until it ends.
+
+        Raises:
+            SlotlineError: if this rank cannot do it.
+        """
+        assert self.link is not None
+        while True:
+            try:
+                message = self.link.log.recv_bytes()
+            except (EOFError, OSError):
+                return
+            self.perform(message)
 
     def perform(self, message: bytes) -> None:
-        """Do what rank 0 was asked to do before its next step, and the step itself."""
-        entries = pickle.loads(message)
-        for entry in entries:
+        """Do what rank 0 was asked to do before its next step, and the step itself.
+
+        Rank 0 is told of an error in a step, and goes on if it raised it too.
+
+        Raises:
+            SlotlineError: if this rank cannot do what rank 0 did before the step.
+        """
+        for entry in pickle.loads(message):
             if not entry:
                 return  # the last call was no step
             name, given, options = pickle.loads(entry)
-            try:
+            if name == "reload_weights":
+                with suppress(Exception):  # told to rank 0
+                    self.reload_weights(*given, **options)
+            else:
                 getattr(self, name)(*given, **options)
-            except RequestError:
-                if name != "reload_weights":
-                    raise
-        self.step()
+        with suppress(Exception):  # told to rank 0
+            self.step()
+
+    def _queue_ready(self) -> list[Request]:
+        return []  # done before the step
+
+    def _is_deferred(self, request: Request) -> bool:
+        return any(defer(request) for defer in self.extensions.defer)
+
+    def _agree_on_ready(self) -> None:
+        """Queue the deferred requests that are ready on rank 0, on all ranks."""
+        assert self.group is not None
+        self._deferred = {name: one for name, one in self._deferred.items() if self.requests.get(name) is one}
+        names: list[str] = []
+        if self.link is None:
+            idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+            self._collect_deferred(idle=idle)
+            names = list(self._collected)
+            self._note(self._entry("queue_deferred", names))
+        if self.log is None:
+            names = self.group.gather(names)[0]
+        self.queue_deferred(names)
+
+    def _collect_deferred(self, *, idle: bool) -> None:
+        for collect in self.extensions.collect_ready:
+            ready, failed = collect(idle=idle, gives_way=lambda: bool(self.lock.line))
+            found = [*((one, None) for one in ready), *failed]
+            self._collected.update((one.request_id, (one, error)) for one, error in found)
+        self._collected = {name: one for name, one in self._collected.items() if self.requests.get(name) is one[0]}
 
     def _entry(self, name: str, *given: Any, **options: Any) -> bytes:
         if self.log is None:
@@ -162,11 +253,14 @@ class RankedEngine(Engine):
             self.log.clear()
 
     def _refuse_failed(self) -> None:
-        if self._failed is not None:
-            raise self._failed
-        if self.links is not None and self.links.failed.is_set():
-            self._failed = self.links.error()
-            raise self._failed
+        if (failure := self.failure) is not None:
+            self.end()
+            raise failure
+
+    def _refuse_within(self) -> None:
+        if (self.links is not None and self.links.watch.within) or (self.link is not None and self.link.within):
+            raise RequestError("a step inside another step of several ranks", fix="step from a function on logits only "
+                "with one rank")
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -175,49 +269,56 @@ class RankedEngine(Engine):
             with self._follow():
                 yield
             return
-        links = self.links
-        links.begin_step()
+        links, watch = self.links, self.links.watch
+        watch.begin_step()
         try:
-            with interrupts_later():
-                yield
-            links.end_step()
+            yield
         except BaseException as error:
-            if not links.failed.is_set() and links.all_raised(links.step):
-                links.end_step()
+            if not lost_others(error, waits_in(self.group)) and watch.all_raised():
                 raise
+            watch.fail(error)
             self._failed = links.error()
+            self.end()
             raise self._failed from error
+        finally:
+            watch.end_step()
 
     @contextmanager
     def _follow(self) -> Iterator[None]:
         link = self.link
         assert link is not None
-        link.step += 1
+        link.begin_step()
         try:
-            with interrupts_later():
-                yield
+            yield
         except BaseException as error:
             link.raised(error)
-            if link.failure:
-                raise RankError(link.failure, fix="start all ranks again") from error
+            if lost_others(error, waits_in(self.group)) and (failure := link.failure_within(GRACE)):
+                raise RankError(failure, fix="start all ranks again") from error
             raise
+        finally:
+            link.within = False
+
+    def _check(self) -> None:
+        super()._check()
+        self._compare_rows()
 
     def _compare_rows(self) -> None:
         """Compare the rows of all ranks, for the integrity checker.
 
         Raises:
-            IntegrityError: naming the ranks that differ from rank 0.
+            RankError: naming the first rank that differs from rank 0, and where.
         """
         assert self.group is not None
-        digest = hashlib.sha256()
-        for name in _TABLES:
-            digest.update(np.ascontiguousarray(getattr(self.rows, name)).tobytes())
-        first, *others = self.group.gather(digest.hexdigest())
-        if wrong := [rank for rank, other in enumerate(others, 1) if other != first]:
-            raise IntegrityError(
-                f"the rows of ranks {wrong} differ from those of rank 0",
-                fix="report it with the configuration: ranks must schedule and draw alike",
-            )
+        first, *others = self.group.gather(digest_of(self.rows))
+        wrong = next((rank for rank, other in enumerate(others, 1) if other != first), None)
+        if wrong is None:
+            return
+        tables = self.group.gather(tables_of(self.rows))
+        where = difference(tables[0], tables[wrong], wrong)
+        if self.links is not None:
+            self.links.watch.disagrees(wrong, where)
+            raise self.links.error()
+        raise RankError(f"rank {wrong} disagrees with rank 0: {where}", rank=wrong)
 
 
 @contextmanager
@@ -231,7 +332,13 @@ def interrupts_later() -> Iterator[None]:
         yield
         return
     kept: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: kept.append((number, frame)))
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        kept.append((number, frame))
+        if len(kept) > 1 and callable(before):
+            before(number, frame)  # who asks twice does not want to wait
+
+    signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:

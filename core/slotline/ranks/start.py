@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from functools import partial
-from weakref import finalize
+from typing import NoReturn
+from weakref import finalize, ref
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
 from slotline.builder.engine_builder import build_engine
 from slotline.core.engine.engine import Engine
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
-from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place
+from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place, waits_in
 from slotline.ranks.launch import Launched, start_others
 from slotline.ranks.links import Link, Links
 from slotline.ranks.ranked_engine import RankedEngine
+from slotline.ranks.roles import follows_rank_0, is_left_to_rank_0
+from slotline.ranks.stacks import lost_others
+from slotline.ranks.watch import Watch
 from slotline.registry.config import LoadedConfig
-from slotline.registry.errors import RankError
-from slotline.registry.ranks import Place
+from slotline.registry.errors import ConfigError
+from slotline.registry.ranks import Place, refuse_other_size
+
+_CAUSE = 2.0
+"""Seconds in which the watch finds out why rank 0 has lost another rank."""
+_LEAVE = 5.0
+"""Seconds that a rank has to leave a collective whose other ranks are gone."""
+_running: list[ref[RankedEngine]] = []
 
 
 def start_engine(loaded: LoadedConfig) -> Engine:
@@ -32,79 +44,131 @@ def start_engine(loaded: LoadedConfig) -> Engine:
 
     Raises:
         SlotlineError: of the kind that fits. No process is left then.
+        SystemExit: in a process that only follows rank 0, once rank 0 has ended.
     """
     layout = layout_of(loaded)
+    if is_left_to_rank_0():
+        refuse_other_size(layout, int(os.environ["WORLD_SIZE"]))
     if layout.size == 1:
         return build_engine(loaded)
+    _refuse_second()
     place = launched_place(layout)
-    if place is not None:
-        return _start_launched(loaded, place)
-    return _lead(loaded, Place(layout=layout))
+    if place is None:
+        return _lead(loaded, Place(layout=layout))
+    return _follow(loaded, place) if follows_rank_0() else _start_launched(loaded, place, logged=is_left_to_rank_0())
 
 
-def _lead(loaded: LoadedConfig, place: Place) -> Engine:
+def end_engine(engine: Engine) -> None:
+    """End the other ranks of an engine, if it has any. It takes no more requests then."""
+    if isinstance(engine, RankedEngine):
+        engine.close()
+
+
+def build_rank(
+    planned: Planned, group: RankGroup, links: Links | None, link: Link | None, *, logged: bool
+) -> RankedEngine:
+    """Build the engine of one rank, while the others build theirs.
+
+    Raises:
+        SlotlineError: of the kind that fits.
+    """
+    if planned.on_host:
+        torch.set_num_threads(max(1, torch.get_num_threads() // planned.place.layout.size))
+    engine = build_engine(planned.loaded, group, RankedEngine, planned)
+    assert isinstance(engine, RankedEngine)
+    engine.connect(group, links, link, logged=logged)
+    return engine
+
+
+def _lead(loaded: LoadedConfig, place: Place) -> RankedEngine:
+    """Build the engine of rank 0, and start the other ranks for it."""
     parallel = loaded.config.parallel
     planned = make_plan(loaded, place=place)  # its errors are said before anything starts
     launched, store = start_others(place, loaded, parallel.start_timeout)
     group = links = None
     try:
-        group = _joined(place, store, launched, parallel.start_timeout)
-        links = Links(group, parallel.timeout)
-        links.accept(launched.ended, parallel.start_timeout)
+        links = Links(store, place, parallel.timeout, parallel.start_timeout)
         links.on_failure(launched.end)
-        engine = _built(planned, group, links, None, logged=True)
-    except BaseException:
+        links.accept(launched.ended)
+        links.await_planned()
+        links.watch.group = group = join_store(place, store, parallel.start_timeout)
+        links.on_failure(group.abort)
+        engine = build_rank(planned, group, links, None, logged=True)
+    except BaseException as error:
+        cause = _cause(error, links, group)
         _end(launched, links, group)
-        raise
-    finalize(engine, _end, launched, links, group, patience=2.0)
-    return engine
+        raise cause from (None if cause is error else error)
+    return _ended_by(engine, partial(_end, launched, links, group, patience=2.0))
 
 
-def _start_launched(loaded: LoadedConfig, place: Place) -> Engine:
+def _start_launched(loaded: LoadedConfig, place: Place, *, logged: bool) -> RankedEngine:
     """Build the engine of a rank that torchrun started."""
     parallel = loaded.config.parallel
     group = join_launched(place, parallel.start_timeout)
-    planned = make_plan(loaded, place=place)
     links = link = None
-    if place.rank == 0:
-        links = Links(group, parallel.timeout, os.environ["MASTER_ADDR"])
-        links.accept(lambda: None, parallel.start_timeout)
-        links.on_failure(partial(_end_process_later, 5.0))
-    else:
-        link = Link(group, partial(_end_process_later, 5.0))
-    return _built(planned, group, links, link, logged=False)
-
-
-def _built(planned: Planned, group: RankGroup, links: Links | None, link: Link | None, *, logged: bool) -> Engine:
-    if planned.on_host:
-        torch.set_num_threads(max(1, torch.get_num_threads() // planned.place.layout.size))
     try:
-        engine = build_engine(planned.loaded, group, RankedEngine, planned)
+        if place.rank == 0:
+            links = Links(group.store, place, parallel.timeout, parallel.start_timeout, os.environ["MASTER_ADDR"])
+            links.on_failure(group.abort)
+            links.on_failure(partial(_leave_collective, links.watch))
+            links.accept(lambda: None)
+            links.watch.group = group
+        else:
+            link = Link(group.store, place.rank, lambda: None)
+            link.on_end, link.group = partial(_leave_collective, link), group
+        engine = build_rank(make_plan(loaded, place=place), group, links, link, logged=logged)
     except BaseException as error:
         if link is not None:
             link.failed(error)
-        elif links is not None and isinstance(error, RuntimeError) and links.failed.wait(2.0):
-            raise links.error() from error
-        raise
-    assert isinstance(engine, RankedEngine)
-    if links is not None:
-        links.building = False
-        links.on_failure(engine.end_collectives)
-    engine.connect(group, links, link, logged=logged)
+        cause = _cause(error, links, group)
+        _leave(links or link, group)
+        raise cause from (None if cause is error else error)
+    return _ended_by(engine, partial(_leave, links or link, group))
+
+
+def _follow(loaded: LoadedConfig, place: Place) -> NoReturn:
+    """Follow rank 0, which alone runs the command that torchrun started in all ranks."""
+    engine = _start_launched(loaded, place, logged=True)
+    engine.follow()
+    engine.close()
+    raise SystemExit(0)
+
+
+def _ended_by(engine: RankedEngine, end: partial[None]) -> RankedEngine:
+    """Have the other ranks end with an engine."""
+    engine.end = finalize(engine, end)
+    _running[:] = [ref(engine)]
     return engine
 
 
-def _joined(place: Place, store: Store, launched: Launched, timeout: float) -> RankGroup:
-    try:
-        return join_store(place, store, timeout)
-    except RankError as error:
-        if (ended := launched.ended()) is not None:
-            raise RankError(ended, fix="read its error above") from error
-        raise
+def _refuse_second() -> None:
+    """Refuse a second engine over ranks in this process.
+
+    Raises:
+        ConfigError: if the first one works.
+    """
+    if _running and _running[0]() is not None:
+        gc.collect()  # it may be part of a cycle
+    engine = _running[0]() if _running else None
+    if engine is None:
+        return
+    if engine.failure is None and getattr(engine.end, "alive", False):
+        raise ConfigError(
+            "an engine over several ranks runs in this process already",
+            fix="close it first, or start the second one in another process",
+        )
+    engine.close()
+
+
+def _cause(error: BaseException, links: Links | None, group: RankGroup | None) -> BaseException:
+    """Return the failure of the rank that rank 0 has lost, else the error itself."""
+    if links is not None and lost_others(error, waits_in(group)) and links.failed.wait(_CAUSE):
+        return links.error()
+    return error
 
 
 def _end(launched: Launched, links: Links | None, group: RankGroup | None, patience: float = 0.0) -> None:
-    """End the other ranks."""
+    """End the other ranks, which rank 0 started."""
     if links is not None:
         links.close()
     launched.end(patience)
@@ -112,15 +176,22 @@ def _end(launched: Launched, links: Links | None, group: RankGroup | None, patie
         group.close()
 
 
-def _end_process_later(seconds: float) -> None:
+def _leave(links: Links | Link | None, group: RankGroup) -> None:
+    """Leave the ranks that torchrun started."""
+    if links is not None:
+        links.close()
+    group.close()
+
+
+def _leave_collective(rank: Watch | Link) -> None:
     """End this process, which torchrun started, if its main thread does not leave a collective by itself."""
-    import threading
-    import time
 
     def wait() -> None:
-        time.sleep(seconds)
-        with suppress(Exception):
-            sys.stderr.flush()
-        os._exit(1)
+        time.sleep(_LEAVE)
+        if rank.within or rank.building:
+            said = rank.failure if isinstance(rank, Link) else rank.error(0)
+            with suppress(Exception):
+                print(f"error: {said}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

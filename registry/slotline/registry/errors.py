@@ -121,4 +121,20 @@ class EngineFailedError(SlotlineError):
 
 
 class RankError(EngineFailedError):
-    """A rank that died, hangs, raised an error or disagrees with the others. All ranks of the engine have ended."""
+    """A rank that died, hangs, raised an error or disagrees with the others. All ranks of the engine have ended.
+
+    Args:
+        rank: its number, None if it is not known.
+        step: number of its last step, 0 before the first.
+        details: its traceback, or the stack of what it was doing.
+    """
+
+    def __init__(
+        self, message: str, *, fix: str | None = None, rank: int | None = None, step: int = 0, details: str = ""
+    ) -> None:
+        super().__init__(message, fix=fix)
+        self.rank, self.step, self.details = rank, step, details
+
+    def __str__(self) -> str:
+        details = "".join(f"\n  | {line}" for line in self.details.rstrip().splitlines())
+        return f"{self.message}{details}" + ("" if self.fix is None else f"\n  fix: {self.fix}")
