@@ -47,7 +47,7 @@ def build_communicator(planned: Planned, ranks: Ranks | None) -> Communicator | 
         ranks=place.group("tensor"),
         rank=place.index("tensor"),
         device=planned.device,
-        timeout=config.parallel.timeout,
+        timeout=max(config.parallel.start_timeout, 2 * config.parallel.timeout),  # the watch over ranks is sooner
         batch_invariant=config.batch_invariant,
         options=planned.options(descriptor),
     )

@@ -27,7 +27,7 @@ from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.start import start_engine
+from slotline.ranks.start import failure_of, start_engine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ class AsyncLLM:
         """Return what ended the engine, None while it takes requests."""
         if self._deliveries.fatal is None and not self._thread.alive:
             return RequestError("the engine is closed", fix="make a new AsyncLLM")
-        return self._deliveries.fatal
+        return self._deliveries.fatal or failure_of(self.engine)
 
     @property
     def num_unfinished(self) -> int:

@@ -78,9 +78,12 @@ class Deliveries:
         """End every stream with the exception that escaped from a step, and abort the requests.
 
         The engine goes on after errors of our own kinds, as when memory ended. Any other, and a contradiction that
-        the integrity checker found, is the end of it.
+        the integrity checker found, or the failure of a rank, is the end of it.
         """
-        if not isinstance(error, SlotlineError) or isinstance(error, IntegrityError):
+        if isinstance(error, EngineFailedError):
+            self.fatal = error
+            logger.critical("%s", error)
+        elif not isinstance(error, SlotlineError) or isinstance(error, IntegrityError):
             error = self.fatal = _failed(error)
             logger.critical("the engine failed, and takes no more requests", exc_info=error)
         else:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
+from slotline.ranks.start import end_engine
 from slotline.registry.errors import RequestError
 from slotline.registry.own_process import OwnProcess
 
@@ -124,6 +125,7 @@ class EngineThread:
         receiver.close(_closed())
         for request_id in tuple(engine.requests):
             engine.abort(request_id)
+        end_engine(engine)
         while True:
             try:
                 call = self._calls.get_nowait()

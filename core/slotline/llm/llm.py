@@ -23,7 +23,7 @@ from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.start import start_engine
+from slotline.ranks.start import end_engine, start_engine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -63,6 +63,13 @@ class LLM:
         self.engine: Engine = start_engine(self.loaded)
         self.submitter = Submitter(self.engine)
         self._weights: Path | None = None
+
+    def close(self) -> None:
+        """End the processes of the engine's other ranks, if it has any. It takes no more requests then.
+
+        Otherwise they end with this object, or with the program.
+        """
+        end_engine(self.engine)
 
     @property
     def plan(self) -> Plan:

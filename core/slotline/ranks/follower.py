@@ -48,9 +48,23 @@ def main() -> int:
     return 0
 
 
+class _Prefixed(logging.Formatter):
+    """Formatter that begins each line with a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record."""
+        return "\n".join(self._prefix + line for line in super().format(record).splitlines())
+
+
 def log_as(rank: int) -> None:
     """Prefix what this process logs with its rank, and leave to rank 0 what all ranks say."""
-    logging.basicConfig(format=f"[rank {rank}] %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Prefixed(f"[rank {rank}] "))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("slotline").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
@@ -62,18 +76,18 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _be_process() -> None:
-    """Prepare this process: rank 0 handles interrupts and standard output, and its end is the end of this one."""
+def _be_process_of(rank_0: int) -> None:
+    """Leave interrupts and standard output to rank 0, and end when it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    threading.Thread(target=_end_with, args=(int(os.environ["SLOTLINE_PARENT"]),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(rank_0,), daemon=True).start()
 
 
 if __name__ == "__main__":
-    _be_process()
+    _be_process_of(int(sys.argv[1]))
     code = main()
     sys.stderr.flush()
     os._exit(code)  # the process has nothing to save, and libraries may wait for their threads

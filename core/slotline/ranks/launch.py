@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -20,8 +19,10 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+from slotline.ranks.messages import pickled
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError, RankError
+from slotline.registry.loading import one_line
 from slotline.registry.ranks import Place
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -65,10 +66,10 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
         RankError: if they cannot be started.
     """
     try:
-        sent = pickle.dumps(loaded)
+        sent = pickled(loaded)
     except Exception as error:
         raise ConfigError(
-            f"this configuration cannot be sent to other processes: {error}",
+            f"this configuration cannot be sent to other processes: {one_line(error)}",
             fix="write the settings into a TOML file, with plugins by name",
         ) from error
     wait = timedelta(seconds=timeout)
@@ -85,7 +86,6 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
             "MASTER_PORT": str(store.port),
             "OMP_NUM_THREADS": threads,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "SLOTLINE_PARENT": str(os.getpid()),
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 says the same
         }
         for rank in range(1, place.size)
@@ -95,7 +95,7 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
             context = start_processes(
                 name="slotline",
                 entrypoint=sys.executable,
-                args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower")),
+                args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower", str(os.getpid()))),
                 envs=environments,
                 logs_specs=DefaultLogsSpecs(),
             )

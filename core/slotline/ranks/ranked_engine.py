@@ -19,6 +19,7 @@ from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
 from slotline.ranks.group import RankGroup, waits_in
 from slotline.ranks.links import Link, Links
+from slotline.ranks.messages import pickled
 from slotline.ranks.rows import difference, digest_of, tables_of
 from slotline.ranks.stacks import lost_others
 from slotline.ranks.watch import GRACE
@@ -236,7 +237,7 @@ class RankedEngine(Engine):
         if self.log is None:
             return b""
         try:
-            return pickle.dumps((name, given, options))
+            return pickled((name, given, options))
         except Exception as error:
             raise RequestError(
                 f"this request cannot be sent to the other ranks: {one_line(error)}",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process."""
-_COMMAND = "SLOTLINE_COMMAND_OF_RANK_0"
+_left: list[bool] = []
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
@@ -17,12 +17,12 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 def leave_to_rank_0() -> None:
     """Have engines of this process follow rank 0 from now on, if this is another rank."""
-    os.environ[_COMMAND] = str(os.getpid())  # of this process, and not of those that it starts
+    _left[:] = [True]
 
 
 def is_left_to_rank_0() -> bool:
     """Return whether rank 0 alone runs the command of these processes."""
-    return os.environ.get(_COMMAND) == str(os.getpid())
+    return bool(_left)
 
 
 def follows_rank_0() -> bool:

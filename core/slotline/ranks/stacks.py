@@ -18,7 +18,8 @@ def stack_of(thread: int, waits_in: Sequence[object]) -> tuple[str, bool]:
         waits_in: objects whose methods wait for other ranks.
     """
     frame = sys._current_frames().get(thread)
-    text = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    lines = "".join(traceback.format_stack(frame)).splitlines() if frame is not None else []
+    text = "\n".join(line for line in lines if line.strip("^~ "))
     return text, any(_waits(one, waits_in) for one in _outwards(frame))
 
 
@@ -39,8 +40,12 @@ def raised_text(error: BaseException) -> str:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Return an error with its traceback and its causes, as Python prints it."""
-    return "".join(traceback.format_exception(error))
+    """Return the traceback of what caused an error."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = "".join(traceback.format_exception(cause, chain=False)).splitlines()
+    return "\n".join(line for line in lines if line.strip("^~ "))
 
 
 def _waits(frame: FrameType, waits_in: Sequence[object]) -> bool:

@@ -26,7 +26,7 @@ from slotline.ranks.roles import follows_rank_0, is_left_to_rank_0
 from slotline.ranks.stacks import lost_others
 from slotline.ranks.watch import Watch
 from slotline.registry.config import LoadedConfig
-from slotline.registry.errors import ConfigError
+from slotline.registry.errors import ConfigError, SlotlineError
 from slotline.registry.ranks import Place, refuse_other_size
 
 _CAUSE = 2.0
@@ -62,6 +62,11 @@ def end_engine(engine: Engine) -> None:
     """End the other ranks of an engine, if it has any. It takes no more requests then."""
     if isinstance(engine, RankedEngine):
         engine.close()
+
+
+def failure_of(engine: Engine) -> SlotlineError | None:
+    """Return what ended the ranks of an engine, None while they work."""
+    return engine.failure if isinstance(engine, RankedEngine) else None
 
 
 def build_rank(
