@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
     """Run a command. `interrupts` start once all modules are imported that the command needs."""
+    from slotline.cli.launched import said_by_rank_0, take_role
     from slotline.registry.errors import SlotlineError
 
     parser = build_parser()
@@ -69,6 +70,7 @@ def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
+    take_role()
     try:
         return int(arguments.run(arguments))
     except BrokenPipeError:
@@ -82,7 +84,7 @@ def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
 
             traceback.print_exc()
         else:
-            print(f"error: {error}", file=sys.stderr)
+            print(said_by_rank_0(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
-import warnings
 from datetime import timedelta
 from functools import partial
 
@@ -21,6 +19,7 @@ from slotline.planner.ranks import layout_of
 from slotline.ranks.group import join_store, launched_place
 from slotline.ranks.launch import CONFIG
 from slotline.ranks.links import Link
+from slotline.ranks.logs import log_as
 from slotline.ranks.start import build_rank
 
 _LOOK = 0.5
@@ -46,27 +45,6 @@ def main() -> int:
         link.failed(error)
         return 1
     return 0
-
-
-class _Prefixed(logging.Formatter):
-    """Formatter that begins each line with a prefix."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self._prefix = prefix
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the lines of a record."""
-        return "\n".join(self._prefix + line for line in super().format(record).splitlines())
-
-
-def log_as(rank: int) -> None:
-    """Prefix what this process logs with its rank, and leave to rank 0 what all ranks say."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Prefixed(f"[rank {rank}] "))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
-    logging.getLogger("slotline").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
 
 
 def _end_with(parent: int) -> None:

@@ -18,7 +18,6 @@ from slotline.registry.errors import ConfigError, RankError
 from slotline.registry.ranks import Place, RankLayout, refuse_other_size
 
 
-
 @define(eq=False)
 class RankGroup:
     """All ranks of an engine.

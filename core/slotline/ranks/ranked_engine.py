@@ -260,8 +260,9 @@ class RankedEngine(Engine):
 
     def _refuse_within(self) -> None:
         if (self.links is not None and self.links.watch.within) or (self.link is not None and self.link.within):
-            raise RequestError("a step inside another step of several ranks", fix="step from a function on logits only "
-                "with one rank")
+            raise RequestError(
+                "a step inside another step of several ranks", fix="step from a function on logits only with one rank"
+            )
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

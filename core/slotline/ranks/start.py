@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from slotline.planner.ranks import layout_of
 from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place, waits_in
 from slotline.ranks.launch import Launched, start_others
 from slotline.ranks.links import Link, Links
+from slotline.ranks.logs import log_as
 from slotline.ranks.ranked_engine import RankedEngine
 from slotline.ranks.roles import follows_rank_0, is_left_to_rank_0
 from slotline.ranks.stacks import lost_others
@@ -114,6 +116,7 @@ def _start_launched(loaded: LoadedConfig, place: Place, *, logged: bool) -> Rank
     try:
         if place.rank == 0:
             links = Links(group.store, place, parallel.timeout, parallel.start_timeout, os.environ["MASTER_ADDR"])
+            links.on_failure(links.watch.kill_stopped)
             links.on_failure(group.abort)
             links.on_failure(partial(_leave_collective, links.watch))
             links.accept(lambda: None)
@@ -133,7 +136,10 @@ def _start_launched(loaded: LoadedConfig, place: Place, *, logged: bool) -> Rank
 
 def _follow(loaded: LoadedConfig, place: Place) -> NoReturn:
     """Follow rank 0, which alone runs the command that torchrun started in all ranks."""
+    log_as(place.rank)
     engine = _start_launched(loaded, place, logged=True)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all, and rank 0 decides
     engine.follow()
     engine.close()
     raise SystemExit(0)
@@ -196,7 +202,8 @@ def _leave_collective(rank: Watch | Link) -> None:
         if rank.within or rank.building:
             said = rank.failure if isinstance(rank, Link) else rank.error(0)
             with suppress(Exception):
-                print(f"error: {said}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"error: {said}\n")
+                sys.stderr.flush()
             os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

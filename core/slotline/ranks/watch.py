@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -136,6 +138,12 @@ class Watch:
         """Return the error that ended the engine, once it is known."""
         self.failed.wait(patience)
         return self._error or RankError("the ranks have lost each other", fix="build the engine again")
+
+    def kill_stopped(self) -> None:
+        """Kill the ranks of this machine that a signal stopped, since they hear nothing."""
+        for one in self._followers:
+            if one.host == socket.gethostname() and _stopped(one.pid):
+                os.kill(one.pid, signal.SIGKILL)
 
     def _run(self) -> None:
         first = 0.0

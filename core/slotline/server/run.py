@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from slotline.llm.async_llm import AsyncLLM
+from slotline.ranks.roles import follows_rank_0
+from slotline.ranks.start import start_engine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.config.schema import ServerConfig
 from slotline.registry.errors import ConfigError
@@ -72,6 +74,8 @@ def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:
             built.
     """
     keys = Keys.read(loaded.config.server)
+    if follows_rank_0():
+        start_engine(loaded)  # which ends the process
     with (  # before the weights are read, to report an address in use early
         listening(loaded.config.server) as listener,
         traced(loaded.config.server) as tracing,
