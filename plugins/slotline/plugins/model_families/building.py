@@ -70,6 +70,7 @@ def build(context: ModelContext, load: Load) -> Built:
     joined = None if context.shard is None else _divided(hf_model, context)
     holder, notes = _bind(hf_model, context)
     notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
+    notes += () if joined is None else joined.notes
     parts = stages.parts_of(hf_model, context.device, context.stages)
     stages.separate(hf_model, parts)
     if context.offload_bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from slotline.plugins.model_families.tensor_parallel.work import (
 )
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo", "Wo", "out_lin", "c_proj")
-APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("Wq", "Wk", "Wv"))
 LATENT_QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")
 GATES = ("gate_proj", "g_proj", "r_proj")
 """Projections with one number, or one of each number of a head, for every head."""
@@ -285,6 +284,17 @@ def _norm(module: Any, child: str, part: Any, found: Heads) -> list[Extra]:
     return [lambda work, name: norms.join(work, name, module, child, whole)]
 
 
+class _Counting:
+    """Configuration in which numbers of heads are those of a rank. All else is read from the model's own."""
+
+    def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
+        self._config = config
+        self.num_attention_heads, self.num_key_value_heads = num_heads, num_kv_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
+
+
 def _count(work: Work, name: str, module: Any, found: Heads) -> None:
     """Let a module's attributes count a rank's heads."""
     own = share(Section(found.count), work.shard, name)
@@ -294,8 +304,7 @@ def _count(work: Work, name: str, module: Any, found: Heads) -> None:
     if isinstance(blocks := module.__dict__.get("mp_num"), int):
         module.mp_num = blocks // work.shard.size
     if _packed_of(module) == "qkv_proj" and getattr(module.config, "num_attention_heads", None) == found.count:
-        module.config = copy.copy(module.config)  # read by the forward
-        module.config.__dict__ |= {"num_attention_heads": own, "num_key_value_heads": kv}
+        module.config = _Counting(module.config, own, kv)  # read by the forward
     groups = found.count // found.kv
     rescale(
         module,

@@ -26,7 +26,8 @@ def divide(hf_model: Any, shard: Shard) -> Joined:
     work = Work(shard, Joined())
     body = hf_model.base_model
     prefix = next(name for name, module in hf_model.named_modules() if module is body)
-    named = [(f"{prefix}.{name}".strip("."), module) for name, module in body.named_modules()]
+    layers = set(getattr(body, "layers", body).modules())  # encoders of other inputs may lie beside them
+    named = [(f"{prefix}.{name}".strip("."), module) for name, module in body.named_modules() if module in layers]
     modules = dict(named)
     for name, module in named:
         if module in work.done or mixers.divide(work, name, module):

@@ -40,6 +40,7 @@ KNOWN = (
     Names(("dense_h_to_4h",), "dense_4h_to_h"),
     Names(("input_linear",), "output_linear", packed=True),
     Names(("Wi",), "Wo", packed=True),
+    Names(("0",), "2"),
 )
 SUB_NORMS = ("ffn_sub_norm",)
 ADAPTERS = "gate_up_proj_adapter_list"
@@ -58,6 +59,8 @@ def divide(work: Work, name: str, module: Any, *, joined: bool = True) -> bool:
         return False
     for names in KNOWN:
         inner, output = [module._modules.get(one) for one in names.inner], module._modules.get(names.output)
+        if names.output == "2" and (type(module) is not nn.Sequential or has_numbers(module._modules.get("1", module))):
+            continue
         if not all(is_linear(one) and one not in work.done for one in (*inner, output)):
             continue
         if _fits(names, inner, output):

@@ -11,6 +11,9 @@ from torch import nn
 from slotline.plugins.model_families.tensor_parallel.parts import Taken, note
 from slotline.plugins.model_families.tensor_parallel.work import Work
 
+BY_LAYER = ("embed_tokens_per_layer",)
+"""Children of a decoder with an embedding of each token for every layer (Gemma 3n)."""
+
 
 def divide(work: Work, hf_model: Any) -> None:
     """Divide the embedding and the output projection by tokens, the same ones if they are tied.
@@ -21,13 +24,11 @@ def divide(work: Work, hf_model: Any) -> None:
     names = {module: name for name, module in hf_model.named_modules()}
     tied = head is not None and getattr(head, "weight", None) is embedding.weight
     if isinstance(embedding, nn.Embedding) and (not tied or type(head) is nn.Linear):
-        size = embedding.weight.shape[0]
-        part = -(-size // work.shard.size)
-        start = work.shard.rank * part
-        embedding.weight = nn.Parameter(_padded(embedding.weight, start, part), requires_grad=False)
-        embedding.num_embeddings, embedding.padding_idx = part, None
-        work.joined.embeddings[names[embedding]] = (start, start + part)
-        note(embedding, "weight", Taken(0, _places(start, part, size), size))
+        _embedding(work, names[embedding], embedding)
+    for child in BY_LAYER:
+        further = hf_model.base_model._modules.get(child)
+        if isinstance(further, nn.Embedding):
+            _embedding(work, names[further], further)
     if type(head) is not nn.Linear or head not in names:
         return
     size = head.weight.shape[0]
@@ -43,6 +44,16 @@ def divide(work: Work, hf_model: Any) -> None:
 
 def _places(start: int, part: int, size: int) -> torch.Tensor:
     return torch.arange(min(start, size), min(start + part, size))
+
+
+def _embedding(work: Work, name: str, embedding: nn.Embedding) -> None:
+    size = embedding.weight.shape[0]
+    part = -(-size // work.shard.size)
+    start = work.shard.rank * part
+    embedding.weight = nn.Parameter(_padded(embedding.weight, start, part), requires_grad=False)
+    embedding.num_embeddings, embedding.padding_idx = part, None
+    work.joined.embeddings[name] = (start, start + part)
+    note(embedding, "weight", Taken(0, _places(start, part, size), size))
 
 
 def _padded(weight: Any, start: int, part: int) -> Any:
