@@ -12,7 +12,6 @@ writes the table of docs/model-families.md.
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import tempfile
 import time
@@ -137,7 +136,9 @@ def verdicts(model_type: str, architecture: str, sizes: Sequence[int]) -> Mappin
                 found[size] = ("ERROR", error.message)
             except Exception as error:
                 found[size] = ("CRASH", f"{type(error).__name__}: {error}")
-        return {size: (word, re.sub(r"\s+", " ", why.replace(str(path), "PATH"))) for size, (word, why) in found.items()}
+        return {
+            size: (word, re.sub(r"\s+", " ", why.replace(str(path), "PATH"))) for size, (word, why) in found.items()
+        }
     finally:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -27,6 +27,7 @@ from slotline.plugins.model_families.decoder import SERVED
 from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.quantized.division import divide_quantized
 from slotline.plugins.model_families.saved_model import Origin
+from slotline.plugins.model_families.tensor_parallel import check
 from slotline.plugins.model_families.tensor_parallel.collectives import install
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
@@ -152,7 +153,8 @@ def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
         return ()
     state = None if context.weights is not None else hf_model.state_dict()
     found = checkpoint.read(context.facts.path, quantized=context.weights is not None)
-    return (self_check.check(found, state),)
+    said = (self_check.check(found, state),)
+    return said if context.shard is None else (*said, check.check(found, context.shard))
 
 
 def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -24,7 +24,10 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_encoder",
     capabilities=ModelFamilyCapabilities(
-        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("embed", "classify"))
+        architectures=Set(ARCHITECTURES),
+        devices=Set(("cpu", "cuda")),
+        tasks=Set(("embed", "classify")),
+        tensor=Max(),
     ),
     factory="slotline.plugins.model_families.encoder_model:TransformersEncoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

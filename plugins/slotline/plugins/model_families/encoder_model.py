@@ -17,8 +17,10 @@ from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS
 from slotline.plugins.model_families.logits import NoHead
 from slotline.plugins.model_families.pooling import make_encoder_pooler
+from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
+from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.model_family import ModelContext, ModelFacts
+from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
@@ -32,7 +34,7 @@ class TransformersEncoder:
     def __init__(self, context: object = None) -> None:
         """Do nothing, because `load` gets its context later."""
 
-    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False, shard: Shard | None = None) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)
@@ -42,6 +44,7 @@ class TransformersEncoder:
             model = found.model_class(found.config).eval()
         length = found.max_model_len - _first_position(found)
         with inspection.sizes_that_fit(found):
+            notes = () if shard is None else divide(model, shard).notes
             layers = _watch(model, length)
         return ModelFacts(
             architecture=found.architecture,
@@ -53,6 +56,7 @@ class TransformersEncoder:
             layers=layers,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tasks=("classify",) if found.architecture in CLASSIFIERS else ("embed",),
+            notes=notes,
         )
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
@@ -78,10 +82,13 @@ class EncoderModel:
         self.facts, self._context = context.facts, context
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         self._first_position = _first_position(found)
-        self.hf_model = self._read(context)
+        self.hf_model, joined = self._read(context)
         self._holder = binding.bind(self.hf_model, context.facts.layers)
         device = torch.device(context.device)
         self.notes: tuple[str, ...] = offload.place_whole(self.hf_model, device, context.offload_bytes)
+        if joined is not None:
+            assert context.communicator is not None
+            install(self.hf_model, joined, context.communicator)
         self.pooler, notes = make_encoder_pooler(context, self.hf_model)
         self._head = NoHead(self.hf_model)
         self.notes += notes
@@ -115,14 +122,15 @@ class EncoderModel:
             ModelError: if the weights are missing or do not fit the loaded model.
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
-        new = self._read(evolve(self._context, facts=facts)).state_dict()
+        new = self._read(evolve(self._context, facts=facts))[0].state_dict()
         loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
         self.facts = facts
 
     @staticmethod
-    def _read(context: ModelContext) -> Any:
-        found = checkpoint.read(context.facts.path, ARCHITECTURES)
-        return loading.load_transformers_model(context, found)
+    def _read(context: ModelContext) -> tuple[Any, Joined | None]:
+        """Return the model, or a rank's part of it and where the ranks join their outputs."""
+        hf_model = loading.load_transformers_model(context, checkpoint.read(context.facts.path, ARCHITECTURES))
+        return hf_model, None if context.shard is None else divide(hf_model, context.shard)
 
 
 def _first_position(found: Checkpoint) -> int:

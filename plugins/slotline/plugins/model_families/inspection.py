@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from slotline.plugins.model_families import (
     binding,
@@ -192,6 +192,7 @@ class _Seen:
     default_max_model_len: int | None
     vocab_size: int
     hidden_size: int
+    notes: tuple[str, ...] = ()
 
 
 def facts_of(found: Checkpoint, shard: Shard | None = None) -> ModelFacts:
@@ -210,8 +211,7 @@ def facts_of(found: Checkpoint, shard: Shard | None = None) -> ModelFacts:
         eos_token_ids=found.eos_token_ids,
         tasks=found.tasks,
         kv_scales=kv_scales.read(found.path, seen.layers),
-        notes=found.notes,
-        **asdict(seen, recurse=False),
+        **asdict(evolve(seen, notes=found.notes + seen.notes), recurse=False),
     )
 
 
@@ -226,8 +226,7 @@ def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
     vocab_size = structure.vocab_size(model)
-    if look.shard is not None:
-        divide(model, look.shard)
+    notes = () if look.shard is None else divide(model, look.shard).notes
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
     layers, host_copies = _watch(model, look.found, look.max_model_len, state_layers)
@@ -240,6 +239,7 @@ def _seen(look: _Look) -> _Seen:
         default_max_model_len=min(filter(None, limits), default=None),
         vocab_size=vocab_size,
         hidden_size=structure.hidden_size(model),
+        notes=notes,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,10 +58,20 @@ def check(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> str:
     Raises:
         ModelError: naming the first layer and position that differ, and by how much.
     """
-    file = kept_file(found)
-    if (kept := _kept(file)) is not None:
-        return f"{kept}, kept in {file}"
-    said = _compare(found, state)
+    return kept(found, lambda: _compare(found, state))
+
+
+def kept(found: Checkpoint, compare: Callable[[], str], kind: str = "") -> str:
+    """Return what a comparison says of a checkpoint's decoder, or has said before.
+
+    Args:
+        compare: returns a note, or raises.
+        kind: tells comparisons of one decoder apart.
+    """
+    file = kept_file(found, kind)
+    if (before := _kept(file)) is not None:
+        return f"{before}, kept in {file}"
+    said = compare()
     if file is not None:
         try:
             write_atomic(file, json.dumps({"architecture": found.architecture, "said": said}).encode())
@@ -70,10 +80,10 @@ def check(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> str:
     return said
 
 
-def kept_file(found: Checkpoint) -> Path | None:
+def kept_file(found: Checkpoint, kind: str = "") -> Path | None:
     """Return the file of the result for this configuration and these versions. None without a cache folder."""
     config = {k: v for k, v in found.config.to_dict().items() if k not in ("transformers_version", "_name_or_path")}
-    facts = [found.architecture, transformers.__version__, torch.__version__, _own_version()]
+    facts = [f"{found.architecture}{kind}", transformers.__version__, torch.__version__, _own_version()]
     facts += [json.dumps(config, sort_keys=True, default=str)]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     try:
@@ -101,8 +111,8 @@ def _compare(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> str
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        reference, traces, of_what = _reference(found, state)
-        difference, worst = _difference(trial_runs.ours(found, reference, traces), traces, reference)
+        reference, traces, of_what = reference_of(found, state)
+        difference, worst = first_difference(trial_runs.ours(found, reference, traces), traces, reference)
     if difference is not None:
         raise ModelError(
             f"{found.architecture} in {found.path} fails its self-check: {difference.layer} differs from transformers' "
@@ -112,7 +122,7 @@ def _compare(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> str
     return f"self-checked against transformers over {of_what}: the largest difference is {worst:.1e}"
 
 
-def _reference(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> tuple[Any, list[Any], str]:
+def reference_of(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> tuple[Any, list[Any], str]:
     """Return transformers' model, its texts and traces, and what the model is in words.
 
     Raises:
@@ -184,7 +194,7 @@ def _widen(model: torch.nn.Module) -> None:
             parameter.copy_(torch.randn_like(parameter) * 0.15)
 
 
-def _difference(ours: list[trial_runs.Trace], texts: list[Any], model: Any) -> tuple[Difference | None, float]:
+def first_difference(ours: list[trial_runs.Trace], texts: list[Any], model: Any) -> tuple[Difference | None, float]:
     """Return the first difference of the traces above the tolerance, and the largest difference."""
     worst = 0.0
     for own, (_, theirs), length in zip(ours, texts, trial_runs.PROMPTS, strict=True):

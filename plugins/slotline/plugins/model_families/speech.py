@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -12,7 +12,7 @@ ARCHITECTURES: tuple[str, ...] = ("WhisperForConditionalGeneration",)
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_speech",
-    capabilities=ModelFamilyCapabilities(architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda"))),
+    capabilities=ModelFamilyCapabilities(architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tensor=Max()),
     factory="slotline.plugins.model_families.speech_model:TransformersSpeech",
     summary="Whisper checkpoints in Hugging Face format: audio in, text out",
 )

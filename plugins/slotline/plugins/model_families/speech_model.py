@@ -18,8 +18,10 @@ from slotline.plugins.model_families import binding, checkpoint, inspection, loa
 from slotline.plugins.model_families.audio_processing import AudioProcessing
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.speech import ARCHITECTURES
+from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
+from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem
+from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
@@ -35,7 +37,7 @@ class TransformersSpeech:
     def __init__(self, context: object = None) -> None:
         """Do nothing, because `load` gets its context later."""
 
-    def inspect(self, path: Path, *, quantized: bool = False) -> ModelFacts:
+    def inspect(self, path: Path, *, quantized: bool = False, shard: Shard | None = None) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)
@@ -45,6 +47,7 @@ class TransformersSpeech:
             model = found.model_class(found.config).eval()
         config = found.config
         with inspection.sizes_that_fit(found):
+            notes = () if shard is None else divide(model, shard, model.model.decoder).notes
             layers = _watch(model, found)
         return ModelFacts(
             architecture=found.architecture,
@@ -58,6 +61,7 @@ class TransformersSpeech:
             eos_token_ids=found.eos_token_ids,
             modalities=(Modality(name="audio", placeholder_token_id=NO_TOKEN, cross=True),),
             max_encoder_len=int(config.max_source_positions),
+            notes=notes,
         )
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
@@ -83,10 +87,13 @@ class SpeechModel:
 
     def __init__(self, context: ModelContext) -> None:
         self.facts, self._context = context.facts, context
-        self.hf_model = self._read(context)
+        self.hf_model, joined = self._read(context)
         self._holder = binding.bind(self.hf_model, context.facts.layers)
         self._device = torch.device(context.device)
         self.notes: tuple[str, ...] = offload.place_whole(self.hf_model, self._device, context.offload_bytes)
+        if joined is not None:
+            assert context.communicator is not None
+            install(self.hf_model, joined, context.communicator)
         (modality,) = context.facts.modalities
         self._processing = AudioProcessing(context.facts.path, modality, context.facts.max_encoder_len)
         self._no_states = torch.zeros((0, context.facts.hidden_size), dtype=self.hf_model.dtype, device=self._device)
@@ -147,13 +154,16 @@ class SpeechModel:
             ModelError: if the weights are missing or do not fit the loaded model.
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
-        new = self._read(evolve(self._context, facts=facts)).state_dict()
+        new = self._read(evolve(self._context, facts=facts))[0].state_dict()
         loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
         self.facts = facts
 
     @staticmethod
-    def _read(context: ModelContext) -> Any:
-        """Return the model, with transformers' own attention in its encoder and slots in its decoder."""
+    def _read(context: ModelContext) -> tuple[Any, Joined | None]:
+        """Return the model, with transformers' own attention in its encoder and slots in its decoder.
+
+        With a shard, the decoder is a rank's part, and the second result says where the ranks join its outputs.
+        """
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         hf_model = loading.load_transformers_model(context, found, attention="sdpa")
         config = copy.deepcopy(hf_model.config)
@@ -161,7 +171,8 @@ class SpeechModel:
         for module in hf_model.model.decoder.modules():
             if hasattr(module, "config"):
                 module.config = config
-        return hf_model
+        decoder = hf_model.model.decoder
+        return hf_model, None if context.shard is None else divide(hf_model, context.shard, decoder)
 
 
 def _watch(model: Any, found: Checkpoint) -> tuple[AttentionLayer, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Flag, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -25,6 +25,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         adapters=Flag(True),
         single_adapter=Flag(True),
         staged_adapters=Flag(True),
+        tensor=Max(),
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

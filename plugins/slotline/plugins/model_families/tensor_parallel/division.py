@@ -15,16 +15,21 @@ from slotline.registry.contracts.model_family import Shard
 from slotline.registry.errors import NegotiationError
 
 
-def divide(hf_model: Any, shard: Shard) -> Joined:
+def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
     """Leave each module only what a rank has of it, and return where the ranks join their outputs.
 
     The model may be on the meta device.
+
+    Args:
+        hf_model: changed in place.
+        shard: the rank's part.
+        body: the module whose layers are divided, by default the model's decoder or encoder.
 
     Raises:
         NegotiationError: if a size cannot be divided, or no layer of the model.
     """
     work = Work(shard, Joined())
-    body = hf_model.base_model
+    body = body or hf_model.base_model
     prefix = next(name for name, module in hf_model.named_modules() if module is body)
     layers = set(getattr(body, "layers", body).modules())  # encoders of other inputs may lie beside them
     named = [(f"{prefix}.{name}".strip("."), module) for name, module in body.named_modules() if module in layers]
