@@ -12,6 +12,7 @@ writes the table of docs/model-families.md.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import tempfile
 import time
@@ -52,7 +53,13 @@ def load(path: Path, shard: Shard | None = None, communicator: Communicator | No
     family = TransformersDecoder()
     whole = family.inspect(path)
     facts = whole if shard is None else family.inspect(path, shard=shard)
-    given = {"device": "cpu", "dtype": "float32", "optimize": True, "shard": shard, "communicator": communicator}
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "optimize": True,
+        "shard": shard,
+        "communicator": communicator,
+    }
     return family.load(ModelContext(contract=1, facts=facts, **(given | settings)))
 
 

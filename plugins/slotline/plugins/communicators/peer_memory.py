@@ -13,10 +13,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from slotline.plugins.communicators.peer_kernel import add_peers
 from slotline.plugins.communicators.torch_group import TorchCommunicator
 from slotline.registry.contracts.communicator import CommunicatorContext
 from slotline.registry.descriptor import DeviceInfo
@@ -29,56 +28,6 @@ _SMALL, _SMALL_BLOCKS, _BLOCKS = 64 << 10, 8, 64
 _ROUNDS = 20
 
 
-@triton.jit
-def _add_peers(
-    x,
-    out,
-    buffers,
-    epochs,
-    n,
-    capacity,
-    signals,
-    RANK: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """Add n numbers of all ranks.
-
-    `buffers` has the address of each rank's memory, in which the words of the blocks lie behind `signals` bytes.
-    """
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(epochs + block)
-    kind: tl.constexpr = tl.pointer_type(x.dtype.element_ty)
-    copy = (epoch & 1).to(tl.int64) * capacity
-    mine = tl.load(buffers + RANK)
-    piece = tl.cdiv(tl.cdiv(n, blocks), BLOCK) * BLOCK
-    start = block * piece
-    end = min(start + piece, n)
-    own = tl.multiple_of(mine.to(kind) + copy, 16)
-    for first in range(start, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(own + at, tl.load(x + at, mask=at < n), mask=at < n)
-    tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            word = (tl.load(buffers + peer) + signals).to(tl.pointer_type(tl.int32)) + RANK * blocks + block
-            tl.atomic_xchg(word, epoch + 1, sem="release", scope="sys")
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            word = (mine + signals).to(tl.pointer_type(tl.int32)) + peer * blocks + block
-            while tl.atomic_add(word, 0, sem="acquire", scope="sys") - epoch < 1:
-                pass
-    tl.debug_barrier()
-    for first in range(start, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for peer in tl.static_range(SIZE):
-            theirs = tl.multiple_of(tl.load(buffers + peer).to(kind) + copy, 16)
-            total += tl.load(theirs + at, mask=at < n, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(out + at, total.to(x.dtype.element_ty), mask=at < n)
-    tl.store(epochs + block, epoch + 1)
-
-
 class _Shared:
     """Memory that all ranks read: two copies of tensors of up to `bytes`, and the words by which blocks wait."""
 
@@ -88,7 +37,7 @@ class _Shared:
         words = 4 * blocks * self._size
         self._memory = symmetric_memory.empty(2 * size + words, dtype=torch.uint8, device=communicator.device)
         self._memory.zero_()
-        handle = symmetric_memory.rendezvous(self._memory, group=communicator.group_name)
+        handle = symmetric_memory.rendezvous(self._memory, group=communicator.group_name)  # type: ignore[arg-type]
         self._addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=communicator.device)
         self._epochs = torch.zeros(blocks, dtype=torch.int32, device=communicator.device)
         torch.cuda.synchronize(communicator.device)
@@ -97,7 +46,7 @@ class _Shared:
 
     def add(self, x: torch.Tensor) -> None:
         """Replace x, contiguous and of at most `bytes`, by the sum over the ranks."""
-        _add_peers[(self.blocks,)](
+        add_peers[(self.blocks,)](
             x,
             x,
             self._addresses,
@@ -105,9 +54,9 @@ class _Shared:
             x.numel(),
             self.bytes // x.element_size(),
             2 * self.bytes,
-            RANK=self._rank,
-            SIZE=self._size,
-            BLOCK=min(32 * self._warps * 16 // x.element_size(), 4096),
+            own_rank=self._rank,
+            ranks=self._size,
+            width=min(32 * self._warps * 16 // x.element_size(), 4096),
             num_warps=self._warps,
         )
 

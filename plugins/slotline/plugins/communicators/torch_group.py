@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import define
 from torch import distributed
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch.distributed import distributed_c10d as c10d
 
 from slotline.registry.contracts.communicator import CommunicatorContext
 
@@ -27,9 +27,9 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-_REDUCE = _queued(AllreduceOptions())
-_GATHER = _queued(AllgatherOptions())
-_SCATTER = _queued(ReduceScatterOptions())
+_REDUCE = _queued(c10d.AllreduceOptions())
+_GATHER = _queued(c10d.AllgatherOptions())  # type: ignore[attr-defined]
+_SCATTER = _queued(c10d.ReduceScatterOptions())
 
 
 @define(eq=False)

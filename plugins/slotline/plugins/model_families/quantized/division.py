@@ -161,13 +161,14 @@ def _padded(weight: QuantizedWeight, outputs: int) -> QuantizedWeight:
         return weight
     rows = weight.scheme.scale_shape(outputs, weight.in_features)[0] - weight.scales.shape[-2]
 
-    def filled(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        return tensor if tensor is None else torch.cat([tensor, tensor.new_zeros(count, tensor.shape[-1])])
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor.new_zeros(rows, tensor.shape[-1])])
 
     codes = weight.codes.view(torch.uint8)  # a float of eight bits cannot be joined everywhere
     more = torch.full((missing, codes.shape[-1]), _zero(weight), dtype=torch.uint8)
     codes = torch.cat([codes, more]).view(weight.codes.dtype)
-    return evolve(weight, codes=codes, scales=filled(weight.scales, rows), offsets=filled(weight.offsets, rows))
+    offsets = None if weight.offsets is None else filled(weight.offsets)
+    return evolve(weight, codes=codes, scales=filled(weight.scales), offsets=offsets)
 
 
 def _zero(weight: QuantizedWeight) -> int:

@@ -90,7 +90,7 @@ def check(norm: Any, child: str, cut: Cut) -> float:
     weight = norm._parameters.get("weight")
     if eps is None or weight is None or weight.numel() != cut.size or "RMSNorm" not in type(norm).__name__:
         raise UnknownPartError(f"its {child} is one of all heads")
-    return eps
+    return float(eps)
 
 
 GATED_LAST = ("Qwen3", "OlmoHybrid")
