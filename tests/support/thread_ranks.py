@@ -24,6 +24,7 @@ from slotline.ranks.ranked_engine import RankedEngine
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import Communicator, CommunicatorCapabilities, CommunicatorContext
 from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.errors import RankError, SlotlineError
 from slotline.registry.ranks import Place
 
 R = TypeVar("R")
@@ -132,29 +133,37 @@ class ThreadGroup:
 
 
 class Told:
-    """Rank 0's connections, or another rank's, that only hand messages on."""
+    """Rank 0's connections and its watch, or another rank's connection. All ranks raise the same errors."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self.step, self.failure, self.failed = 0, "", threading.Event()
-        self._exchange, self._rank, self.log = exchange, rank, self
-
-    def send(self, message: bytes) -> None:
-        self._exchange.gather(self._rank, message)
-
-    def recv_bytes(self) -> bytes:
-        return bytes(self._exchange.gather(self._rank, None)[0])
+    def __init__(self, group: ThreadGroup) -> None:
+        self.group, self.building, self.within = group, False, False
+        self.failure, self.failed, self.watch = "", threading.Event(), self
+        self._error: SlotlineError | None = None
 
     def begin_step(self) -> None:
-        self.step += 1
+        self.within = True
 
     def end_step(self) -> None:
-        """Do nothing."""
+        self.within = False
 
-    def all_raised(self, step: int) -> bool:
+    def all_raised(self) -> bool:
         return True
 
     def raised(self, error: BaseException) -> None:
         """Do nothing."""
+
+    def fail(self, error: BaseException) -> None:
+        self._error = RankError(str(error))
+        self.failed.set()
+
+    def disagrees(self, rank: int, where: str) -> None:
+        self.fail(RankError(f"rank {rank} disagrees with rank 0: {where}"))
+
+    def failure_within(self, _seconds: float) -> str:
+        return self.failure
+
+    def error(self) -> SlotlineError:
+        return self._error or RankError("the ranks have lost each other")
 
 
 class ThreadRanks:
@@ -200,8 +209,8 @@ class ThreadRanks:
         group = ThreadGroup(place, self._exchange)
         engine = build_engine(loaded, group, RankedEngine, make_plan(loaded, place=place))
         assert isinstance(engine, RankedEngine)
-        told: Any = Told(self._exchange, rank)
-        engine.connect(group, None if rank else told, told if rank else None, logged=False)  # type: ignore[arg-type]
+        told: Any = Told(group)
+        engine.connect(group, None if rank else told, told if rank else None, logged=False)
         llm = object.__new__(LLM)
         llm.loaded, llm.engine, llm.submitter, llm._weights = loaded, engine, Submitter(engine), None
         return llm

@@ -147,17 +147,30 @@ class RankedEngine(Engine):
                 return super().step()
 
     @exclusive
-    def queue_deferred(self, request_ids: Sequence[str]) -> None:
-        """Queue deferred requests that rank 0 has queued, once they are ready here."""
-        while any(one in self._deferred and one not in self._collected for one in request_ids):
+    def queue_deferred(self, told: Sequence[tuple[str, bool]]) -> None:
+        """Queue deferred requests that rank 0 has queued, once they are ready here.
+
+        Args:
+            told: their ids, and whether each has failed on rank 0.
+
+        Raises:
+            RankError: if one fails here and not on rank 0, or the other way round.
+        """
+        while any(one in self._deferred and one not in self._collected for one, _ in told):
             self._collect_deferred(idle=True)
-        ended = [self._collected.pop(one) for one in request_ids if one in self._collected]
-        for request, _ in ended:
+        ended = [(*self._collected.pop(one), failed) for one, failed in told if one in self._collected]
+        for request, error, failed in ended:
             self._deferred.pop(request.request_id, None)
-        self.intake.queue_ready([request for request, error in ended if error is None])
-        failed = [(request, error) for request, error in ended if error is not None]
-        self.endings.fail(failed)
-        self._ended += [request for request, _ in failed]
+            if (error is not None) != failed:
+                raise RankError(
+                    f"request {request.request_id!r} {'failed on rank 0 and not' if failed else 'did not fail on rank 0'}"
+                    f" {'here' if failed else f'but here: {one_line(error)}'}",  # type: ignore[arg-type]
+                    fix="give all ranks the same packages and files",
+                )
+        self.intake.queue_ready([request for request, error, _ in ended if error is None])
+        failures = [(request, error) for request, error, _ in ended if error is not None]
+        self.endings.fail(failures)
+        self._ended += [request for request, _ in failures]
 
     def settle(self) -> None:
         """See `Engine.settle`. All ranks wait for what they deferred, so that they queue the same requests."""
@@ -216,11 +229,11 @@ class RankedEngine(Engine):
         """Queue the deferred requests that are ready on rank 0, on all ranks."""
         assert self.group is not None
         self._deferred = {name: one for name, one in self._deferred.items() if self.requests.get(name) is one}
-        names: list[str] = []
+        names: list[tuple[str, bool]] = []
         if self.link is None:
             idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
             self._collect_deferred(idle=idle)
-            names = list(self._collected)
+            names = [(one, error is not None) for one, (_, error) in self._collected.items()]
             self._note(self._entry("queue_deferred", names))
         if self.log is None:
             names = self.group.gather(names)[0]
