@@ -162,10 +162,11 @@ class RankedEngine(Engine):
         for request, error, failed in ended:
             self._deferred.pop(request.request_id, None)
             if (error is not None) != failed:
+                why = "failed on rank 0 and not here"
+                if error is not None:
+                    why = f"did not fail on rank 0 but here: {one_line(error)}"
                 raise RankError(
-                    f"request {request.request_id!r} {'failed on rank 0 and not' if failed else 'did not fail on rank 0'}"
-                    f" {'here' if failed else f'but here: {one_line(error)}'}",  # type: ignore[arg-type]
-                    fix="give all ranks the same packages and files",
+                    f"request {request.request_id!r} {why}", fix="give all ranks the same packages and files"
                 )
         self.intake.queue_ready([request for request, error, _ in ended if error is None])
         failures = [(request, error) for request, error, _ in ended if error is not None]
