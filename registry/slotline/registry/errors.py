@@ -138,3 +138,7 @@ class RankError(EngineFailedError):
     def __str__(self) -> str:
         details = "".join(f"\n  | {line}" for line in self.details.rstrip().splitlines())
         return f"{self.message}{details}" + ("" if self.fix is None else f"\n  fix: {self.fix}")
+
+
+class CollectiveError(SlotlineError, RuntimeError):
+    """Collective that another rank did not join in time, or that was ended. Its group cannot be used any more."""

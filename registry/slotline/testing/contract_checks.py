@@ -6,6 +6,7 @@ Each kind's ``contract.py`` describes the kind with a `KindContract` and calls `
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_origin, get_type_hints
 from unittest.mock import patch
 
@@ -51,12 +52,14 @@ class KindContract:
         capabilities: its class of capabilities.
         context: a build context with declared values. `Subject.build` fills in contract and options.
         conditions: names that a `Limit` may refer to in addition to capabilities.
+        within: what surrounds each check, for kinds whose factories need more than a context.
     """
 
     kind: Kind
     capabilities: type
     context: Callable[[Run], Any]
     conditions: tuple[str, ...] = ()
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def register_contract_checks(contract: KindContract) -> None:
@@ -68,7 +71,8 @@ def register_contract_checks(contract: KindContract) -> None:
 
 def _bound(function: Callable[[KindContract, Run], None], contract: KindContract) -> Callable[[Run], None]:
     def bound(run: Run) -> None:
-        function(contract, run)
+        with contract.within():
+            function(contract, run)
 
     bound.__doc__ = function.__doc__
     return bound

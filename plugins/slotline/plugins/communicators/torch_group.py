@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from attrs import define
 from torch import distributed
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from slotline.registry.contracts.communicator import CommunicatorContext
+from slotline.registry.errors import CollectiveError
 
 
 def _queued(options: Any) -> Any:
@@ -21,15 +23,12 @@ def _queued(options: Any) -> Any:
     return options
 
 
-def _wait(work: Any) -> None:
-    """Wait for a collective. One that is queued on a stream already may have nothing to wait for."""
-    if work is not None:
-        work.wait()
-
-
-_REDUCE = _queued(c10d.AllreduceOptions())
-_GATHER = _queued(c10d.AllgatherOptions())  # type: ignore[attr-defined]
-_SCATTER = _queued(c10d.ReduceScatterOptions())
+_SUM = _queued(distributed_c10d.AllreduceOptions())
+_SCATTERED = _queued(distributed_c10d.ReduceScatterOptions())
+_GATHERED = _queued(distributed_c10d.AllgatherOptions())  # type: ignore[attr-defined]
+_EXCHANGED = distributed_c10d.AllToAllOptions()
+_SLICE = timedelta(seconds=0.2)
+"""How often a rank that waits on the host looks whether the group was aborted."""
 
 
 @define(eq=False)
@@ -37,11 +36,11 @@ class TorchExchange:
     """Collective of torch.distributed that was started. See `slotline.registry.contracts.communicator.Exchange`."""
 
     out: torch.Tensor
-    work: distributed.Work
+    wait: Callable[[], None]
 
     def finish(self) -> torch.Tensor:
         """Return the result."""
-        self.work.wait()
+        self.wait()
         return self.out
 
 
@@ -50,7 +49,7 @@ class TorchCommunicator:
 
     def __init__(self, context: CommunicatorContext, backend: str) -> None:
         self.rank, self.size = context.rank, len(context.ranks)
-        self._ranks = context.ranks
+        self._name = context.name
         self._group = distributed.new_group(
             list(context.ranks),
             backend=backend,
@@ -59,46 +58,61 @@ class TorchCommunicator:
             group_desc=context.name,
         )
 
+    def wait(self, work: distributed.Work | None, what: str) -> None:
+        """Wait for a collective: the host on the CPU, the device's queue on a GPU.
+
+        Args:
+            work: None for one that is queued on the current stream.
+        """
+        if work is not None:
+            work.wait()
+
+    def wait_for_peer(self, work: distributed.Work | None, what: str) -> None:
+        """Wait for a sending or receiving, as `wait`."""
+        self.wait(work, what)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        _wait(self._group.allreduce([x], _REDUCE))
+        self.wait(self._group.allreduce([x], _SUM), "all_reduce")
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        shape = x.shape or (1,)
-        out = x.new_empty(self.size * shape[0], *shape[1:])
-        _wait(self._group._allgather_base(out, x, _GATHER))
-        dim %= len(shape)
-        return out if dim == 0 else out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self.wait(self._group._allgather_base(out, x, _GATHERED), "all_gather")
+        dim %= x.dim()
+        return out if dim == 0 else out.unflatten(0, (self.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        _wait(self._group._reduce_scatter_base(out, x, _SCATTER))
+        self.wait(self._group._reduce_scatter_base(out, x, _SCATTERED), "reduce_scatter")
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> TorchExchange:
         out = x.new_empty(sum(received), *x.shape[1:])
-        work = distributed.all_to_all_single(out, x, list(received), list(sent), group=self._group, async_op=True)
-        return TorchExchange(out, work)
+        work = self._group.alltoall_base(out, x, list(received), list(sent), _EXCHANGED)
+        return TorchExchange(out, lambda: self.wait(work, "all_to_all"))
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        distributed.broadcast(x, self._ranks[source], group=self._group)
+        options = distributed_c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self.wait(self._group.broadcast([x], options), f"broadcast from {source}")
         return x
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        distributed.send(x, self._ranks[to], group=self._group)
+        self.wait_for_peer(self._group.send([x], to, 0), f"send to {to}")
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        distributed.recv(x, self._ranks[source], group=self._group)
+        self.wait_for_peer(self._group.recv([x], source, 0), f"receive from {source}")
         return x
 
     def abort(self) -> None:
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            abort()
+        self._group.abort()
 
     def close(self) -> None:
+        name = self._group.group_name
         with suppress(RuntimeError, ValueError, AssertionError):  # the process group may be gone with another rank
             distributed.destroy_process_group(self._group)
+            # torch names groups by their ranks: another would find this one's addresses in the store
+            distributed_c10d._world.pg_names[distributed.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
 
 
 class GlooCommunicator(TorchCommunicator):
@@ -106,12 +120,54 @@ class GlooCommunicator(TorchCommunicator):
 
     gloo adds numbers of sixteen bits with a rounding after each rank, so they are added in float32 here. Its sums are
     made in another order for each part of a tensor. Where numbers must not hang on the batch, all ranks gather the
-    tensors and add them in order of the ranks.
+    tensors and add them in order of the ranks. gloo cannot end a collective that waits, so the host waits in slices.
+    A thread waits for a sending or receiving, which fails where a slice ends.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context, "gloo")
         self._ordered = context.batch_invariant and self.size > 2  # a + b is b + a
+        self._aborted = threading.Event()
+
+    def wait(self, work: distributed.Work | None, what: str) -> None:
+        """Wait for a collective.
+
+        Raises:
+            CollectiveError: if a rank does not join it in time, or the group was aborted.
+        """
+        assert work is not None  # gloo works on the host
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if self._aborted.is_set() or work.is_completed():
+                    raise self._failed(what, error) from error
+
+    def wait_for_peer(self, work: distributed.Work | None, what: str) -> None:
+        assert work is not None
+        ended, errors = threading.Event(), list[RuntimeError]()
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not ended.wait(_SLICE.total_seconds()):
+            if self._aborted.is_set():
+                raise self._failed(what, None)
+        if errors:
+            raise self._failed(what, errors[0]) from errors[0]
+
+    def _failed(self, what: str, error: RuntimeError | None) -> CollectiveError:
+        why = "it was aborted" if self._aborted.is_set() else str(error)
+        return CollectiveError(
+            f"gloo: {what} of group {self._name!r} did not end: {why}",
+            fix="see what the other ranks say, or raise parallel.timeout",
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self._ordered:
@@ -125,8 +181,11 @@ class GlooCommunicator(TorchCommunicator):
         return super().all_reduce(x.float()).to(x.dtype)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        part: torch.Tensor = self.all_reduce(x).chunk(self.size)[self.rank]
+        part: torch.Tensor = self.all_reduce(x.clone()).chunk(self.size)[self.rank]
         return part.clone()
+
+    def abort(self) -> None:
+        self._aborted.set()
 
 
 def gloo(context: CommunicatorContext) -> GlooCommunicator:

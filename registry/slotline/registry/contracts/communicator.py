@@ -51,7 +51,9 @@ class CommunicatorContext:
         ranks: members of the group by their number in the default process group, in order.
         rank: place of this process in `ranks`.
         device: torch device string of this rank.
-        timeout: seconds after which a collective that another rank does not join raises an error.
+        timeout: seconds after which a collective that another rank does not join raises an error that names the group,
+            as `slotline.registry.errors.CollectiveError`. Where the device waits and not the host, the error may be
+            raised when the device is synchronized, or end the process.
         batch_invariant: True if the plan relies on the capability of that name.
         options: the plugin's own table.
     """
@@ -91,21 +93,33 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' tensors, bitwise the same on all ranks.
 
+        The sum of two numbers is rounded once to their dtype, and at most once more for each further rank.
+
         Args:
             x: any shape, in one of the dtypes of the capabilities. It may be overwritten, and may be the result.
         """
         ...
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return the ranks' tensors of one shape joined along a dimension, in order of the ranks."""
+        """Return the ranks' tensors of one shape joined along a dimension, in order of the ranks.
+
+        Args:
+            x: with at least one dimension.
+            dim: negative ones count from the last.
+        """
         ...
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part [n / size, ..] of the sum of the ranks' tensors [n, ..]. size divides n."""
+        """Return this rank's part [n / size, ..] of the sum of the ranks' tensors [n, ..]. size divides n.
+
+        The sum is rounded as that of `all_reduce`.
+        """
         ...
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         """Start to give each rank its rows of x. The result has the rows given to this rank, in order of the ranks.
+
+        Several exchanges may be started before the first is finished, and be finished in any order.
 
         Args:
             x: [sum(sent), ..]. It must not change until the exchange is finished.
@@ -123,7 +137,10 @@ class Communicator(Protocol):
         ...
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Send a tensor to a rank, which receives it. x must not change until the device has done the work."""
+        """Send a tensor to a rank, which receives it. x must not change until the device has done the work.
+
+        Tensors from one rank to another are received in the order in which they were sent.
+        """
         ...
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
@@ -135,7 +152,10 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End the collectives that wait for another rank with an error. Called from another thread, at any time."""
+        """End the collectives that wait for another rank with an error. Called from another thread, at any time.
+
+        No collective follows.
+        """
         ...
 
     def close(self) -> None:
