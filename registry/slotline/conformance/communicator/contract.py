@@ -28,7 +28,8 @@ def _alone() -> Iterator[None]:
     if distributed.is_initialized():
         yield
         return
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

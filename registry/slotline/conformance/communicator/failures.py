@@ -9,7 +9,8 @@ import torch
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.communicator import GroupUnderTest, Joined, random_tensors
+from slotline.testing.environments.communicator import GroupUnderTest, random_tensors
+from slotline.testing.environments.communicator_rank import Joined
 
 TIMEOUT = 1.0
 GRACE = 10.0

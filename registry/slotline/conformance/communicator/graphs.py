@@ -11,13 +11,13 @@ from slotline.registry.descriptor import Kind
 from slotline.testing.check import Level, NotApplicable, Run, check
 from slotline.testing.environments.communicator import (
     GroupUnderTest,
-    Joined,
     by_size,
     compare_call,
     dtypes_of,
     everywhere,
     random_tensors,
 )
+from slotline.testing.environments.communicator_rank import Joined
 
 REPLAYS = 4
 SHAPES = ((1, 4096), (8, 4096), (64, 130))

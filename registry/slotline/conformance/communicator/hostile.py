@@ -13,7 +13,6 @@ from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.environments.communicator import (
     Call,
     GroupUnderTest,
-    Joined,
     by_size,
     check_calls,
     compare_call,
@@ -24,6 +23,7 @@ from slotline.testing.environments.communicator import (
     same_bits,
     sent,
 )
+from slotline.testing.environments.communicator_rank import Joined
 
 LATE = 0.3
 """Seconds by which a rank is late."""

@@ -10,7 +10,6 @@ from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, Run, check
 from slotline.testing.environments.communicator import (
     GroupUnderTest,
-    Joined,
     by_size,
     by_size_and_dtype,
     check_calls,
@@ -20,6 +19,7 @@ from slotline.testing.environments.communicator import (
     sent,
     sizes_of,
 )
+from slotline.testing.environments.communicator_rank import Joined
 from slotline.testing.subject import Subject
 
 SHAPES = ((7,), (1,), (), (3, 5), (64, 130), (1023,), (2, 3, 4), (0,), (4, 0))

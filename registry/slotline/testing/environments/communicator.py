@@ -248,7 +248,7 @@ def sizes_of(subject: Subject) -> list[int]:
     Raises:
         NotApplicable: if two cannot.
     """
-    found = []
+    found: list[Any] = []
     for size in SIZES:
         try:
             refuse_size(subject, size)

@@ -121,7 +121,7 @@ def perform(task: Task) -> Any:
     device = torch.device(task.device)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
-    store = distributed.FileStore(task.file, task.size)
+    store = distributed.FileStore(task.file, task.size)  # type: ignore[attr-defined]
     try:
         distributed.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=_JOIN_TIMEOUT)
     except RuntimeError as error:

@@ -41,7 +41,7 @@ class StoreCommunicator:
         store = distributed_c10d._get_default_store()
         place = f"{context.name} of {context.ranks}"
         made = store.add(f"{place}: groups of rank {self.rank}", 1)  # a later group has keys of its own
-        self.store = distributed.PrefixStore(self.prefix(place, made), store)
+        self.store = distributed.PrefixStore(self.prefix(place, made), store)  # type: ignore[attr-defined]
         self.calls = 0
         self.letters: dict[tuple[int, int], int] = {}
         self.aborted = False
@@ -54,7 +54,7 @@ class StoreCommunicator:
 
     def put(self, key: str, value: Any) -> None:
         """Put a value into the store."""
-        self.store.set(key, pickle.dumps(value))
+        self.store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def get(self, key: str, what: str) -> Any:
         """Wait for a value of another rank."""
