@@ -274,7 +274,7 @@ class Engine:
     @exclusive
     @on_device
     def everywhere(self, call: str, /, *given: Any) -> Any:
-        """Call a method of an extension, as ``adapters.remove``, while no step runs. All ranks make the call.
+        """Call a method of an extension, by ``name.method``, while no step runs. All ranks make the call.
 
         Args:
             given: can be pickled.
