@@ -89,15 +89,20 @@ def build_engine(
         planned = planned or make_plan(loaded, place=ALONE if ranks is None else ranks.place)
     if ranks is not None:
         compare(ranks, planned)
-    for warning in planned.registry.warnings:
-        logger.warning(warning)
-    for note in planned.plan.warnings:
-        logger.warning("%s %s [%s]", note.code, note.text, note.key)
+    log_warnings(planned)
     with planned.hardware[planned.device].scope():
         engine = EngineBuilder(planned, startup, ranks, engine_class).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
     return engine
+
+
+def log_warnings(planned: Planned) -> None:
+    """Log the warnings of the plugins and of the plan."""
+    for warning in planned.registry.warnings:
+        logger.warning(warning)
+    for note in planned.plan.warnings:
+        logger.warning("%s %s [%s]", note.code, note.text, note.key)
 
 
 @define(eq=False)
@@ -370,10 +375,13 @@ class EngineBuilder:
             self._profile(first, extensions, tokens, overlaps=overlaps)
             return most / tokens
 
+        memory = config.cache.memory
+        if self.planned.on_host and not isinstance(memory, str):
+            memory /= config.parallel.data  # replicas share the host's
         held = [spec.max_blocks_held() for spec in specs]
         num_slots = runner.extensions.named["states"].num_slots if plan.states else 0
         report = size_pool(
-            config.cache.memory,
+            memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
             devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices, self.planned.hardware),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotline.cli.command import Command, add_config_options, add_json_option, overrides, print_json
 from slotline.cli.table import plain_table
+from slotline.ranks.front import model_folder
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
 
@@ -66,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.lora and not load_config(arguments.config, overrides=overrides(arguments)).config.lora.name:
         values["lora.name"] = "torch"
     llm = LLM(arguments.config, overrides=overrides(arguments), **values)
-    params = _params(arguments, llm.engine.sampling_defaults)
+    params = _params(arguments, llm.front.sampling_defaults)
     adapter = _adapter(llm, arguments.lora) if arguments.lora else None
     start = perf_counter()
     output = _stream(llm, _prompt(llm, text, chat=arguments.chat), params, adapter, show=not arguments.json)
@@ -118,7 +119,7 @@ def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
     from slotline.registry.lora_request import LoRARequest
 
-    own = llm.engine.runner.model.facts.path / "adapters" / name
+    own = model_folder(llm.front) / "adapters" / name
     for folder in (Path(name), own):
         if (folder / "adapter_config.json").is_file():
             return LoRARequest(folder.resolve().name, max(llm.list_loras(), default=0) + 1, folder)

@@ -27,7 +27,7 @@ from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.start import failure_of, start_engine
+from slotline.ranks.front import Front, engine_of, failure_of, start_front
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -73,18 +73,23 @@ class AsyncLLM:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
         loaded = self.loaded  # the thread does not hold this object, so that it can be collected
         self._deliveries = Deliveries()
-        self._thread = EngineThread(lambda: start_engine(loaded), self._deliveries)
-        self.engine: Engine = self._thread.engine
-        self.submitter = Submitter(self.engine)
+        self._thread = EngineThread(lambda: start_front(loaded), self._deliveries)
+        self.front: Front = self._thread.front
+        self.submitter = Submitter(self.front)
         self._text = ThreadPoolExecutor(1, "slotline-text")
         self._end = finalize(self, _end, self._thread, self._text)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queued: set[OutputStream] = set()  # that the engine's thread has not begun
 
     @property
+    def engine(self) -> Engine:
+        """Return the engine, see `LLM.engine`."""
+        return engine_of(self.front)
+
+    @property
     def plan(self) -> Plan:
         """Return the plan: the parts that run, with reasons."""
-        return self.engine.plan
+        return self.front.plan
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -100,7 +105,7 @@ class AsyncLLM:
         """Return what ended the engine, None while it takes requests."""
         if self._deliveries.fatal is None and not self._thread.alive:
             return RequestError("the engine is closed", fix="make a new AsyncLLM")
-        return self._deliveries.fatal or failure_of(self.engine)
+        return self._deliveries.fatal or failure_of(self.front)
 
     @property
     def num_unfinished(self) -> int:
@@ -187,7 +192,7 @@ class AsyncLLM:
         if tool_choice is not None:
             given = as_params(sampling_params, 1, SamplingParams())
             (reader,) = chat_readers(
-                self.engine, [prompt], given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
+                self.front, [prompt], given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
             )
             sampling_params = reader.params
         async with aclosing(
@@ -230,7 +235,7 @@ class AsyncLLM:
         fields = await self._fields(prompt)
         async with aclosing(self._streamed(fields, params, lora_request, "final_only")) as streams:
             async for stream in streams:
-                yield self.engine.extension("pooling").output(stream.parts[0].request)
+                yield self.front.extension("pooling").output(stream.parts[0].request)
 
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, *, lora_request: AdapterChoice = None
@@ -248,7 +253,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """End a request now, by its id. Its stream ends with what it has. Return False if none has this id."""
-        return await self.on_engine(lambda: self._deliveries.abort(self.engine, request_id))
+        return await self.on_engine(lambda: self._deliveries.abort(self.front, request_id))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before it is needed, see `LLM.add_lora`. Return False if it was already known."""
@@ -273,7 +278,7 @@ class AsyncLLM:
         self._bind_loop()
 
         def call() -> R:
-            with self.engine.plugins.naming():
+            with self.front.plugins.naming():
                 return function()
 
         return await asyncio.wrap_future(self._thread.call(call))
@@ -320,14 +325,14 @@ class AsyncLLM:
         """Queue a prompt and yield its stream whenever there is something to take from it."""
         loop = self._bind_loop()
         engine_params, readers = params, None
-        if isinstance(params, SamplingParams) and params.detokenize and not params.stop and self.engine.tokenizer:
+        if isinstance(params, SamplingParams) and params.detokenize and not params.stop and self.front.tokenizer:
             engine_params = _without_text(params)  # decoded here, and not on the engine's thread
             readers = lambda request: self.tokenizer.detokenizer(request.prompt_token_ids, params)  # noqa: E731
         group: list[Request] = []
-        stream = OutputStream(kind, self.engine.tokenizer)
+        stream = OutputStream(kind, self.front.tokenizer)
 
         def submit() -> None:
-            with self.engine.plugins.naming():
+            with self.front.plugins.naming():
                 self.submitter.submit(fields, engine_params, adapter, group, stream=True)
             stream.begin([Part(request=one, detokenizer=readers and readers(one)) for one in group])
             self._deliveries.add(loop, stream)
@@ -357,7 +362,7 @@ class AsyncLLM:
         """Abort what is left of a prompt whose reader has gone, even if it is only now being queued."""
         if not (submitted.done() and all(one.finished for one in group)):
             with suppress(RequestError):  # if the thread has ended
-                self._thread.call(lambda: self._deliveries.drop(self.engine, group))
+                self._thread.call(lambda: self._deliveries.drop(self.front, group))
 
     async def _on_text_thread(self, function: Callable[[], R]) -> R:
         return await self._bind_loop().run_in_executor(self._text, function)

@@ -181,7 +181,7 @@ class BeamSearch:
     """The searches for some prompts, in rounds."""
 
     def __init__(self, llm: LLM, params: BeamSearchParams, prompts: Sequence[Mapping[str, Any]]) -> None:
-        engine = llm.engine
+        engine = llm.front
         mode = llm.loaded.config.sampling.logprobs_mode
         if not mode.endswith("_logprobs"):
             raise RequestError(
@@ -209,7 +209,7 @@ class BeamSearch:
         if params.structured_outputs is not None:
             from slotline.llm.beam_grammar import BeamGrammar
 
-            self._grammar = engine.exclusively(BeamGrammar, engine, params.structured_outputs)
+            self._grammar = engine.exclusively(BeamGrammar, llm.engine, params.structured_outputs)
         elif wanted > engine.limits.max_logprobs:
             raise RequestError(
                 f"beam_width={params.beam_width} needs {wanted} log-probabilities a token, above "
@@ -259,10 +259,10 @@ class BeamSearch:
             return []
         searches = [self._searches[i] for i in which]
         outputs = [beam.tokens[-len(beam.logprobs) or len(beam.tokens) :] for s in searches for beam in s.running]
-        return self._llm.engine.exclusively(self._grammar.candidates, outputs, searches[0].num_candidates)
+        return self._llm.front.exclusively(self._grammar.candidates, outputs, searches[0].num_candidates)
 
     def _output(self, search: Beams) -> BeamSearchOutput:
-        tokenizer = self._llm.engine.tokenizer
+        tokenizer = self._llm.front.tokenizer
         for beam in search.finished:
             beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=True) if tokenizer is not None else ""
         return BeamSearchOutput(sequences=search.finished)

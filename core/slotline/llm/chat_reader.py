@@ -8,8 +8,8 @@ from typing import Any
 from attrs import define, field
 
 from slotline.core.api.outputs import RequestOutput
-from slotline.core.engine.engine import Engine
 from slotline.llm.turns import Answers, Turn, asked_tools, read_answers
+from slotline.ranks.front import Front
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.text.template import tool_schemas
@@ -47,7 +47,7 @@ class ChatReader:
 
 
 def chat_readers(
-    engine: Engine,
+    engine: Front,
     prompts: Sequence[Mapping[str, Any]],
     params: Sequence[SamplingParams],
     *,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from attrs import define, field
 
 from slotline.core.batch.request import Request
-from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
 from slotline.llm.output_stream import Ending, OutputStream, Part, Update
+from slotline.ranks.front import Front, refusal_of
 from slotline.registry.errors import EngineFailedError, IntegrityError, SlotlineError
 from slotline.registry.loading import one_line
 
@@ -62,7 +62,7 @@ class Deliveries:
             decoded = part.detokenizer is None and part.request.detokenizer is not None
             self._going[part.request] = Delivery(part=part, stream=stream, decoded=decoded)
 
-    def hand_out(self, engine: Engine, result: StepResult) -> None:
+    def hand_out(self, engine: Front, result: StepResult) -> None:
         """Send the tokens of a step, and the ends of requests."""
         self.num_generated += len(result.token_ids)
         new: dict[Delivery, list[int]] = {}
@@ -74,7 +74,7 @@ class Deliveries:
         updates = [self._update(delivery, token_ids) for delivery, token_ids in new.items()]
         self._send(updates + self._ended(engine))
 
-    def fail(self, engine: Engine, error: BaseException) -> None:
+    def fail(self, engine: Front, error: BaseException) -> None:
         """End every stream with the exception that escaped from a step, and abort the requests.
 
         The engine goes on after errors of our own kinds, as when memory ended. Any other, and a contradiction that
@@ -97,7 +97,7 @@ class Deliveries:
             logger.critical("the engine failed again while its requests were aborted", exc_info=second)
         self.close(error)
 
-    def abort(self, engine: Engine, request_id: str) -> bool:
+    def abort(self, engine: Front, request_id: str) -> bool:
         """End the request of an id, and the other outputs of its prompt. Return False if there is none."""
         request = engine.requests.get(request_id)
         if request is None or request not in self._going:
@@ -105,7 +105,7 @@ class Deliveries:
         self._abort(engine, [part.request for part in self._going[request].stream.parts])
         return True
 
-    def drop(self, engine: Engine, group: Sequence[Request]) -> None:
+    def drop(self, engine: Front, group: Sequence[Request]) -> None:
         """Abort the requests of a stream that nobody reads any more."""
         for request in group:
             if (delivery := self._going.pop(request, None)) is not None:
@@ -120,7 +120,7 @@ class Deliveries:
             if not stream.ended:
                 self._call(stream.fail, error)
 
-    def _abort(self, engine: Engine, group: Sequence[Request]) -> None:
+    def _abort(self, engine: Front, group: Sequence[Request]) -> None:
         for request in group:
             if engine.requests.get(request.request_id) is request:
                 engine.abort(request.request_id)
@@ -142,11 +142,15 @@ class Deliveries:
             text = request.detokenizer.settled
         return Update(delivery.stream, part, token_ids, logprobs, text, ending)
 
-    def _ended(self, engine: Engine) -> list[Update]:
+    def _ended(self, engine: Front) -> list[Update]:
         """Return the ends of requests, whatever ended them. Nothing more is delivered to these."""
         updates = []
         for request in [one for one in self._going if one.finished]:
             delivery = self._going.pop(request)
+            if (refusal := refusal_of(request)) is not None:
+                self._streams.discard(delivery.stream)
+                self._call(delivery.stream.fail, refusal)
+                continue
             ending = Ending(
                 reason=request.finish_reason,
                 cause=request.stop_reason,
@@ -171,6 +175,8 @@ class Deliveries:
 
 
 def _failed(error: BaseException) -> EngineFailedError:
+    if isinstance(error, EngineFailedError):
+        return error
     failed = EngineFailedError(
         f"the engine failed: {one_line(error)}",
         fix="start it again, and report the traceback of the log",

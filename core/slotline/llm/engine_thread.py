@@ -8,9 +8,9 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Protocol, TypeVar
 
-from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
-from slotline.ranks.start import end_engine
+from slotline.ranks.front import Front, end_front
+from slotline.ranks.replica_front import ReplicaFront
 from slotline.registry.errors import RequestError
 from slotline.registry.own_process import OwnProcess
 
@@ -21,11 +21,11 @@ Call = tuple[Callable[[], Any], "Future[Any]"]
 class Receiver(Protocol):
     """Receiver of what the thread's steps give. Its methods run on the engine's thread."""
 
-    def hand_out(self, engine: Engine, result: StepResult) -> None:
+    def hand_out(self, engine: Front, result: StepResult) -> None:
         """Take the results of a step."""
         ...
 
-    def fail(self, engine: Engine, error: BaseException) -> None:
+    def fail(self, engine: Front, error: BaseException) -> None:
         """Take the exception that escaped from a step. All unfinished requests are restored."""
         ...
 
@@ -41,20 +41,20 @@ class EngineThread:
     them.
 
     Attributes:
-        engine: the engine.
+        front: the engine, or the front of its replicas.
 
     Raises:
         SlotlineError: if the engine cannot be built.
     """
 
-    def __init__(self, build: Callable[[], Engine], receiver: Receiver) -> None:
+    def __init__(self, build: Callable[[], Front], receiver: Receiver) -> None:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._own_process = OwnProcess("the engine's thread")
         self._closed = False
-        built: Future[Engine] = Future()
+        built: Future[Front] = Future()
         self._thread = Thread(target=self._run, args=(build, receiver, built), name="slotline-engine", daemon=True)
         self._thread.start()
-        self.engine = built.result()
+        self.front = built.result()
 
     def call(self, function: Callable[[], R]) -> Future[R]:
         """Have the thread call a function between two steps. Return the future of its result.
@@ -67,6 +67,7 @@ class EngineThread:
             raise _closed()
         future: Future[R] = Future()
         self._calls.put((function, future))
+        self._wake()
         return future
 
     def close(self) -> None:
@@ -74,6 +75,7 @@ class EngineThread:
         if not self._closed:
             self._closed = True
             self._calls.put(None)
+            self._wake()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -82,7 +84,12 @@ class EngineThread:
         """Return whether the thread runs."""
         return self._thread.is_alive() and not self._closed
 
-    def _run(self, build: Callable[[], Engine], receiver: Receiver, built: Future[Engine]) -> None:
+    def _wake(self) -> None:
+        """Have the thread look at its calls, if it waits for replicas."""
+        if isinstance(self.front, ReplicaFront):
+            self.front.wake()
+
+    def _run(self, build: Callable[[], Front], receiver: Receiver, built: Future[Front]) -> None:
         try:
             engine = build()
         except BaseException as error:
@@ -96,7 +103,7 @@ class EngineThread:
         finally:
             self._end(engine, receiver)
 
-    def _make_calls(self, engine: Engine) -> bool:
+    def _make_calls(self, engine: Front) -> bool:
         """Make the calls that wait. Without requests wait for the first. Return False when the thread is to end."""
         while True:
             try:
@@ -113,19 +120,19 @@ class EngineThread:
                     future.set_exception(error)
 
     @staticmethod
-    def _step(engine: Engine, receiver: Receiver) -> None:
+    def _step(engine: Front, receiver: Receiver) -> None:
         try:
             receiver.hand_out(engine, engine.step())
         except BaseException as error:
             receiver.fail(engine, error)
 
-    def _end(self, engine: Engine, receiver: Receiver) -> None:
+    def _end(self, engine: Front, receiver: Receiver) -> None:
         """Abort the requests that are unfinished, and refuse the calls that still wait."""
         self._closed = True
         receiver.close(_closed())
         for request_id in tuple(engine.requests):
             engine.abort(request_id)
-        end_engine(engine)
+        end_front(engine)
         while True:
             try:
                 call = self._calls.get_nowait()

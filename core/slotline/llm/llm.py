@@ -23,7 +23,8 @@ from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.start import end_engine, start_engine
+from slotline.ranks.front import Front, end_front, engine_of, start_front
+from slotline.ranks.replica_front import ReplicaFront
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -60,8 +61,8 @@ class LLM:
         self, config: str | Path | LoadedConfig | None = None, *, overrides: Sequence[str] = (), **settings: Any
     ) -> None:
         self.loaded: LoadedConfig = load_settings(config, overrides, settings)
-        self.engine: Engine = start_engine(self.loaded)
-        self.submitter = Submitter(self.engine)
+        self.front: Front = start_front(self.loaded)
+        self.submitter = Submitter(self.front)
         self._weights: Path | None = None
 
     def close(self) -> None:
@@ -69,12 +70,21 @@ class LLM:
 
         Otherwise they end with this object, or with the program.
         """
-        end_engine(self.engine)
+        end_front(self.front)
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine.
+
+        Raises:
+            RequestError: with `parallel.data` above 1, since the engines run in other processes.
+        """
+        return engine_of(self.front)
 
     @property
     def plan(self) -> Plan:
         """Return the plan: the parts that run, with reasons."""
-        return self.engine.plan
+        return self.front.plan
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -112,7 +122,7 @@ class LLM:
                 second case the new weights stay without the adapter.
             ModelError: if the weights are missing or do not fit. The old ones stay.
         """
-        self.engine.reload_weights(self._weights)
+        self.front.reload_weights(self._weights)
 
     @known_options
     def save_weights(self, folder: str | Path) -> None:
@@ -127,16 +137,13 @@ class LLM:
             ConfigError: if the folder is no path.
             ModelError: if this model cannot be saved, or the folder cannot be written.
         """
-        path, model = as_path(folder), self.engine.runner.model
+        path = as_path(folder)
         if path is None:
             raise ConfigError(f"folder={safe_repr(folder)} is no path", fix="name a new folder")
-        save = getattr(model, "save_weights", None)
-        if save is None:
-            raise ModelError(
-                f"the weights of a {type(model).__name__} cannot be saved", fix="use the checkpoint itself"
-            )
-        with self.engine.plugins.naming():
-            self.engine.exclusively(save, Path(path))
+        if isinstance(self.front, ReplicaFront):
+            self.front.ask_first(_save_weights, Path(path))
+        else:
+            _save_weights(self.front, Path(path))
 
     @known_options
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -149,7 +156,7 @@ class LLM:
         """
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
-        with self.engine.plugins.naming():
+        with self.front.plugins.naming():
             known = self.submitter.know(lora_request)
         return not known
 
@@ -160,7 +167,7 @@ class LLM:
         Raises:
             RequestError: if a request uses it.
         """
-        with self.engine.plugins.naming():
+        with self.front.plugins.naming():
             removed: bool = self.submitter.change_adapters("remove", lora_id)
         return removed
 
@@ -171,14 +178,14 @@ class LLM:
         Raises:
             RequestError: if it is not known, or if there is no slot for it.
         """
-        with self.engine.plugins.naming():
+        with self.front.plugins.naming():
             self.submitter.change_adapters("pin", lora_id)
         return True
 
     @known_options
     def list_loras(self) -> set[int]:
         """Return the numbers of the known adapters, on the device or in host memory."""
-        return self.engine.exclusively(lambda: self.submitter.adapters.numbers)
+        return self.front.exclusively(lambda: self.submitter.adapters.numbers)
 
     @known_options
     def generate(
@@ -223,11 +230,11 @@ class LLM:
         check_best_of(params, self.loaded.config.sampling.logprobs_mode)
         groups = self.submitter.submit_all(prompts, params, adapters)
         self._run(groups, progress)
-        return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
+        return [best_of(self.front.output(group), one) for group, one in zip(groups, params, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that sets none: the model's own defaults if it has any."""
-        return SamplingParams().with_defaults(self.engine.sampling_defaults)
+        return SamplingParams().with_defaults(self.front.sampling_defaults)
 
     @known_options
     def beam_search(
@@ -262,7 +269,7 @@ class LLM:
         for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
             if adapter is not None:
                 one["lora_request"] = self.submitter.adapter(adapter)
-        with self.engine.plugins.naming():
+        with self.front.plugins.naming():
             return BeamSearch(self, params, fields).run(shown)
 
     @known_options
@@ -295,7 +302,7 @@ class LLM:
         shown = as_progress(progress, use_tqdm)
         groups = self.submitter.submit_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, shown)
-        return [self.engine.extension("pooling").output(request) for (request,) in groups]
+        return [self.front.extension("pooling").output(request) for (request,) in groups]
 
     @known_options
     def embed(
@@ -352,7 +359,7 @@ class LLM:
                     if unfinished[-1].finished:
                         unfinished.pop()
                         continue
-                    result = self.engine.step()
+                    result = self.front.step()
                     bar.advance(len(result.finished), tokens=len(result.token_ids))
         except BaseException:
             self.submitter.abort(unfinished)
@@ -420,7 +427,7 @@ class LLM:
             return self.generate(prompts, sampling_params, **more)
         given = as_params(sampling_params, len(prompts), SamplingParams())
         readers = chat_readers(
-            self.engine, prompts, given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
+            self.front, prompts, given, tools=tools, choice=tool_choice, parallel=parallel_tool_calls
         )
         outputs = self.generate(prompts, [reader.params for reader in readers], **more)
         return [reader.read(output) for reader, output in zip(readers, outputs, strict=True)]
@@ -446,9 +453,19 @@ class LLM:
             finished = False
             while not finished:
                 if not all(request.finished for request in group):  # another caller's steps may have ended it
-                    self.engine.step()
-                output = self.engine.output(group)
+                    self.front.step()
+                output = self.front.output(group)
                 finished = output.finished
                 yield output
         finally:
             self.submitter.abort(group)
+
+
+def _save_weights(engine: Engine, folder: Path) -> None:
+    """Write the weights of an engine of this process."""
+    model = engine.runner.model
+    save = getattr(model, "save_weights", None)
+    if save is None:
+        raise ModelError(f"the weights of a {type(model).__name__} cannot be saved", fix="use the checkpoint itself")
+    with engine.plugins.naming():
+        engine.exclusively(save, folder)

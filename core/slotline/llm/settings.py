@@ -22,6 +22,8 @@ _SHORT = {
     "max_num_seqs": "scheduler.max_requests",
     "max_num_batched_tokens": "scheduler.max_batched_tokens",
     "seed": "sampling.seed",
+    "data": "parallel.data",
+    "data_parallel_size": "parallel.data",
     "tensor": "parallel.tensor",
     "tensor_parallel_size": "parallel.tensor",
 }

@@ -10,9 +10,10 @@ from attrs import define, evolve, field
 
 from slotline.core.api.prompts import Prompt, as_params
 from slotline.core.batch.request import Request
-from slotline.core.engine.engine import Engine
 from slotline.llm.best_of import single
 from slotline.llm.prompt_fields import prompt_fields
+from slotline.ranks.front import Front
+from slotline.ranks.replica_front import ReplicaFront
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
@@ -24,9 +25,9 @@ from slotline.text.tokenizer import Tokenizer
 
 @define(eq=False)
 class Submitter:
-    """Reader of prompts, which queues their requests in an engine."""
+    """Reader of prompts, which queues their requests in an engine or with the front of its replicas."""
 
-    engine: Engine
+    front: Front
     _ids: Iterator[int] = field(factory=itertools.count, init=False)
 
     @property
@@ -36,9 +37,9 @@ class Submitter:
         Raises:
             RequestError: if the model has none.
         """
-        if self.engine.tokenizer is None:
+        if self.front.tokenizer is None:
             raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
-        return self.engine.tokenizer
+        return self.front.tokenizer
 
     @property
     def adapters(self) -> Any:
@@ -47,13 +48,13 @@ class Submitter:
         Raises:
             RequestError: if it has none.
         """
-        if (adapters := self.engine.extension("adapters")) is None:
+        if (adapters := self.front.extension("adapters")) is None:
             raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
         return adapters
 
     def know(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Return True if it was already known."""
-        return self.engine.exclusively(self._know, lora_request)
+        return self.front.exclusively(self._know, lora_request)
 
     def _know(self, lora_request: LoRARequest) -> bool:
         known = lora_request.lora_int_id in self.adapters.numbers
@@ -67,7 +68,7 @@ class Submitter:
             RequestError: if the engine has none.
         """
         assert self.adapters is not None
-        return self.engine.everywhere(f"adapters.{method}", given)
+        return self.front.everywhere(f"adapters.{method}", given)
 
     def params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         """Return the parameters of each of `count` prompts, with the model's defaults for those left out.
@@ -75,7 +76,7 @@ class Submitter:
         Raises:
             RequestError: if there are more or fewer parameters than prompts.
         """
-        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
+        params, defaults = as_params(given, count, SamplingParams()), self.front.sampling_defaults
         if not defaults or not all(isinstance(one, SamplingParams) for one in params):
             return params
         return [one.with_defaults(defaults) for one in params]
@@ -86,7 +87,7 @@ class Submitter:
         Raises:
             RequestError: if the prompt cannot be read.
         """
-        with self.engine.plugins.naming():
+        with self.front.plugins.naming():
             return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)
 
     def chat_prompt(self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class Submitter:
         """
         if not isinstance(choice, str):
             return choice
-        named: LoRARequest = self.engine.exclusively(self.adapters.named, choice)
+        named: LoRARequest = self.front.exclusively(self.adapters.named, choice)
         return named
 
     def submit_all(
@@ -128,16 +129,30 @@ class Submitter:
             RequestError: naming the prompt if there are several.
         """
         groups: list[list[Request]] = []
+        wrong: int | None = None
         try:
             for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
                 groups.append([])
                 self.submit(self.fields(prompt), one, adapter, groups[-1], stream=stream)
+            if isinstance(self.front, ReplicaFront):
+                wrong, refusal = self._refused(self.front, groups)
+                if refusal is not None:
+                    raise refusal
         except BaseException as error:
             self.abort(itertools.chain.from_iterable(groups))
             if isinstance(error, RequestError) and len(prompts) > 1:
-                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
+                number = len(groups) - 1 if wrong is None else wrong
+                raise RequestError(f"prompt {number}: {error.message}", fix=error.fix) from error
             raise
         return groups
+
+    @staticmethod
+    def _refused(front: ReplicaFront, groups: Sequence[Sequence[Request]]) -> tuple[int | None, BaseException | None]:
+        """Wait until replicas have checked all prompts. Return the number of the first that is refused, and why."""
+        for number, group in enumerate(groups):
+            if (refusal := front.confirm(group)) is not None:
+                return number, refusal
+        return None, None
 
     def submit(
         self,
@@ -164,21 +179,21 @@ class Submitter:
         given = fields.pop("request_id", None)
         request_id = f"request-{next(self._ids)}" if given is None or given == "" else given
         if isinstance(params, PoolingParams):
-            group.append(self.engine.add(request_id, params=params, **fields))
+            group.append(self.front.add(request_id, params=params, **fields))
             return
         for index in range(count := params.best_of or params.n):
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
             one = evolve(single(params), seed=seed) if count > 1 else params
             name = f"{request_id}/{index}" if index else request_id
-            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+            group.append(self.front.add(name, params=one, index=index, stream=stream, **fields))
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Abort the requests that have not ended."""
         for request in requests:
-            if self.engine.requests.get(request.request_id) is request:
-                self.engine.abort(request.request_id)
+            if self.front.requests.get(request.request_id) is request:
+                self.front.abort(request.request_id)
 
     @property
     def _reader(self) -> Any:
         """The reader of inputs besides text, None for a model of text alone."""
-        return getattr(self.engine.extension("multimodal"), "reader", None)
+        return getattr(self.front.extension("multimodal"), "reader", None)

@@ -10,7 +10,7 @@ from uuid import uuid4
 from attrs import define, evolve, field, frozen
 
 from slotline.core.api.outputs import CompletionOutput
-from slotline.core.engine.engine import Engine
+from slotline.ranks.front import Front
 from slotline.registry.contracts import (
     ContentDelta,
     ReasoningDelta,
@@ -136,7 +136,7 @@ class Turn:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
-def asked_tools(engine: Engine, tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ResponseRequest:
+def asked_tools(engine: Front, tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ResponseRequest:
     """Return what a request says of tools.
 
     Raises:
@@ -151,7 +151,7 @@ def asked_tools(engine: Engine, tools: Sequence[Any] | None, choice: Any, parall
 
 
 def read_answers(
-    engine: Engine, request: ResponseRequest, prompt: dict[str, Any], *, reasoning: bool, params: SamplingParams
+    engine: Front, request: ResponseRequest, prompt: dict[str, Any], *, reasoning: bool, params: SamplingParams
 ) -> tuple[Answers, SamplingParams]:
     """Return how outputs are read, and the parameters with what holds the calls and keeps the markers.
 
@@ -194,7 +194,7 @@ def _held(request: ResponseRequest) -> bool:
     return strict or request.tool_choice in ("required", "named")
 
 
-def _no_parser(engine: Engine) -> ToolsError:
+def _no_parser(engine: Front) -> ToolsError:
     why = next((s.origin for s in engine.plan.settings if s.key == "response_parser.name"), "there is none")
     return ToolsError(
         f"tools are not supported with this model: no response parser reads its calls ({why})",

@@ -32,17 +32,29 @@ CONFIG = "slotline/config"
 
 @define(eq=False)
 class Launched:
-    """Processes of the ranks 1, 2, .. of this machine."""
+    """Processes that this one started.
+
+    Attributes:
+        context: torch's handle on them.
+        name: what each is, as an error names it.
+        first: number of the first.
+    """
 
     context: SubprocessContext
+    name: str = "rank"
+    first: int = 1
 
     def ended(self) -> str | None:
         """Return what happened to a process that has ended, None while all run."""
-        for index, handler in self.context.subprocess_handlers.items():
-            code = handler.proc.poll()
-            if code is not None:
-                return f"rank {index + 1} has ended: {exit_text(code)}"
+        for index in self.context.subprocess_handlers:
+            if (text := self.exit_of(index)) is not None:
+                return f"{self.name} {index + self.first} has ended: {text}"
         return None
+
+    def exit_of(self, index: int) -> str | None:
+        """Return how the process of an index, from 0, has ended. None while it runs."""
+        code = self.context.subprocess_handlers[index].proc.poll()
+        return None if code is None else exit_text(code)
 
     def end(self, patience: float = 0.0) -> None:
         """End the processes, after this many seconds in which they may end by themselves."""
@@ -80,7 +92,7 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
         rank - 1: {
             **os.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(place.local_rank + rank),
             "WORLD_SIZE": str(place.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
@@ -90,19 +102,38 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
         }
         for rank in range(1, place.size)
     }
+    return start_programs("slotline.ranks.follower", environments), store
+
+
+def start_programs(
+    module: str, environments: dict[int, dict[str, str]], name: str = "rank", first: int = 1
+) -> Launched:
+    """Start a module as a program, once for each environment. Its argument is the id of this process.
+
+    Args:
+        module: its name.
+        environments: all variables of each process, by its index from 0.
+        name: what each process is, as an error names it.
+        first: number of the first.
+
+    Raises:
+        RankError: if they cannot be started.
+    """
     try:
         with _quietly():
             context = start_processes(
                 name="slotline",
                 entrypoint=sys.executable,
-                args=dict.fromkeys(environments, ("-m", "slotline.ranks.follower", str(os.getpid()))),
+                args=dict.fromkeys(environments, ("-m", module, str(os.getpid()))),
                 envs=environments,
                 logs_specs=DefaultLogsSpecs(),
             )
     except OSError as error:
-        raise RankError(f"the other ranks cannot be started: {error}", fix="free memory or processes") from error
+        raise RankError(
+            f"the {'other ' if first else ''}{name}s cannot be started: {error}", fix="free memory or processes"
+        ) from error
     assert isinstance(context, SubprocessContext)
-    return Launched(context), store
+    return Launched(context, name, first)
 
 
 def exit_text(code: int) -> str:

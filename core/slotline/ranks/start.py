@@ -38,25 +38,29 @@ _LEAVE = 5.0
 _running: list[ref[RankedEngine]] = []
 
 
-def start_engine(loaded: LoadedConfig) -> Engine:
+def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
     """Build an engine. With several ranks, start those that torchrun has not started.
 
     Under torchrun every rank runs the same program and gets the same outputs. Otherwise this process is rank 0, and the
     others do what it is asked to do.
+
+    Args:
+        first: number of the device of rank 0 on its machine, for a replica. None for an engine without others.
 
     Raises:
         SlotlineError: of the kind that fits. No process is left then.
         SystemExit: in a process that only follows rank 0, once rank 0 has ended.
     """
     layout = layout_of(loaded)
-    if is_left_to_rank_0():
+    own = Place(layout=layout, local_rank=first or 0)
+    if first is None and is_left_to_rank_0():
         refuse_other_size(layout, int(os.environ["WORLD_SIZE"]))
     if layout.size == 1:
-        return build_engine(loaded)
+        return build_engine(loaded, planned=make_plan(loaded, place=own)) if first else build_engine(loaded)
     _refuse_second()
-    place = launched_place(layout)
+    place = launched_place(layout) if first is None else None
     if place is None:
-        return _lead(loaded, Place(layout=layout))
+        return _lead(loaded, own)
     return _follow(loaded, place) if follows_rank_0() else _start_launched(loaded, place, logged=is_left_to_rank_0())
 
 

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from slotline.llm.async_llm import AsyncLLM
+from slotline.ranks.front import loads_of
 from slotline.registry.errors import ConfigError
 from slotline.server.app import build_app
 from slotline.server.errors import HttpError
@@ -126,7 +127,8 @@ async def run_batch(llm: AsyncLLM, lines: list[BatchLine], out: IO[bytes], done:
             os.fsync(out.fileno())
             done()
 
-    most = max(1, min(len(lines), 2 * len(llm.engine.rows.requests), llm.loaded.config.server.max_unfinished))
+    places = sum(load.most_running for load in loads_of(llm.front))
+    most = max(1, min(len(lines), 2 * places, llm.loaded.config.server.max_unfinished))
     await asyncio.gather(*(work() for _ in range(most)))
     return failed
 

@@ -194,18 +194,18 @@ def _params(state: ServerState, fields: ChatFields) -> SamplingParams:
     params = sampling_params(
         fields, max_tokens=most, logprobs=max(1, fields.top_logprobs or 0) if fields.logprobs else None
     )
-    if most is None and "max_tokens" not in state.llm.engine.sampling_defaults:
+    if most is None and "max_tokens" not in state.llm.front.sampling_defaults:
         return as_long_as_possible(params)
     return params
 
 
 async def _understood(state: ServerState, fields: ChatFields, params: SamplingParams) -> Asked:
     name, adapter = state.model(fields.model)
-    tools = asked_tools(state.llm.engine, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+    tools = asked_tools(state.llm.front, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     options = _options(fields, tools)
     prompt = await state.llm.chat_prompt(await as_messages(fields.messages), options)
     answers, params = read_answers(
-        state.llm.engine, tools, prompt, reasoning=fields.include_reasoning is not False, params=params
+        state.llm.front, tools, prompt, reasoning=fields.include_reasoning is not False, params=params
     )
     if fields.request_id:
         prompt["request_id"] = fields.request_id

@@ -5,6 +5,7 @@ The numbers are read while the steps go on, so that no step waits for a reader. 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from importlib.metadata import version as version_of
@@ -12,6 +13,7 @@ from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
+from attrs import frozen
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +22,9 @@ from slotline.core.batch.request import Request as EngineRequest
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
+from slotline.ranks.front import Front
+from slotline.ranks.replica_front import ReplicaFront
+from slotline.registry.errors import SlotlineError
 from slotline.server.http import encode
 from slotline.server.state import ServerState
 
@@ -111,14 +116,31 @@ class EngineView(Struct, kw_only=True):
 async def show_engine(state: ServerState, _request: Request) -> Response:
     """Answer with the engine's state, also after its end."""
     if time.monotonic() - state.view_made >= SHARED_FOR:
-        state.view, state.view_made = encode(engine_view(state)), time.monotonic()
+        front = state.llm.front
+        parts = await asyncio.to_thread(_parts, front) if isinstance(front, ReplicaFront) else _parts(front)
+        state.view, state.view_made = encode(engine_view(state, parts)), time.monotonic()
     return Response(state.view, headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-def engine_view(state: ServerState) -> EngineView:
-    """Return the engine's state."""
-    engine = state.llm.engine
-    cache = engine.scheduler.cache
+@frozen(kw_only=True)
+class PartView:
+    """State of one engine: that of the server, or of a replica.
+
+    Attributes:
+        running, waiting, most_running: numbers of requests.
+        unfinished: some of them.
+    """
+
+    running: int
+    waiting: int
+    most_running: int
+    unfinished: list[RequestView]
+    cache: CacheView
+
+
+def engine_view(state: ServerState, parts: Sequence[PartView]) -> EngineView:
+    """Return the state of the engine, or of all its replicas."""
+    engine = state.llm.front
     return EngineView(
         status="failed" if state.llm.error is not None else "draining" if state.draining else "ready",
         version=version_of("slotline"),
@@ -127,21 +149,58 @@ def engine_view(state: ServerState) -> EngineView:
         started=state.started,
         seconds=time.monotonic(),
         generated_tokens=state.llm.num_generated,
-        requests=_requests(state, engine),
+        requests=RequestsView(
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            most_running=sum(part.most_running for part in parts),
+            prompts_unfinished=state.llm.num_unfinished,
+            most_unfinished=state.config.max_unfinished,
+            unfinished=[one for part in parts for one in part.unfinished][:LISTED],
+        ),
+        cache=_all_caches([part.cache for part in parts]),
+    )
+
+
+def part_view(engine: Engine) -> PartView:
+    """Return the state of an engine."""
+    known = [request for request in tuple(engine.requests.values()) if request.leader is None]
+    cache = engine.scheduler.cache
+    return PartView(
+        running=len(engine.scheduler.running),
+        waiting=engine.scheduler.num_waiting,
+        most_running=engine.rows.max_requests,
+        unfinished=[_request(engine, request, request.row) for request in known[:LISTED]],
         cache=cache_view(cache.pool, cache.groups, [group.name for group in engine.plan.cache_groups]),
     )
 
 
-def _requests(state: ServerState, engine: Engine) -> RequestsView:
-    known = [request for request in tuple(engine.requests.values()) if request.leader is None]
-    return RequestsView(
-        running=len(engine.scheduler.running),
-        waiting=engine.scheduler.num_waiting,
-        most_running=engine.rows.max_requests,
-        prompts_unfinished=state.llm.num_unfinished,
-        most_unfinished=state.config.max_unfinished,
-        unfinished=[_request(engine, request, request.row) for request in known[:LISTED]],
-    )
+def _parts(front: Front) -> list[PartView]:
+    """Return the state of each replica, or of the engine. None of replicas that have failed."""
+    if not isinstance(front, ReplicaFront):
+        return [part_view(front)]
+    try:
+        return front.ask(part_view, reads=True)
+    except SlotlineError:
+        return []
+
+
+def _all_caches(caches: Sequence[CacheView]) -> CacheView:
+    """Return the caches of all replicas as one, in their order."""
+    if len(caches) == 1:
+        return caches[0]
+    sums = {name: sum(getattr(one, name) for one in caches) for name in ("blocks", "free", "cached", "used", "shared")}
+    groups = [
+        GroupView(
+            name=same[0].name,
+            block_size=same[0].block_size,
+            cached=sum(one.cached for one in same),
+            used=sum(one.used for one in same),
+            shared=sum(one.shared for one in same),
+            cells="".join(one.cells for one in same),
+        )
+        for same in zip(*(one.groups for one in caches), strict=True)
+    ]
+    return CacheView(**sums, blocks_per_cell=max((one.blocks_per_cell for one in caches), default=1), groups=groups)
 
 
 def _request(engine: Engine, request: EngineRequest, row: int) -> RequestView:

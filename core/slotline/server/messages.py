@@ -97,7 +97,7 @@ async def create_message(state: ServerState, request: Request) -> Response:
     for name in _UNSERVED:
         if getattr(fields, name):
             raise unsupported(name)
-    if _thinks(fields) and state.llm.engine.response_parser is None:
+    if _thinks(fields) and state.llm.front.response_parser is None:
         raise unsupported("thinking")
     values = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
     if (constraint := _constraint(fields)) is not None:
@@ -128,7 +128,7 @@ async def _understood(state: ServerState, fields: MessagesFields, params: Sampli
     messages = as_chat(fields.messages, fields.system)
     tools, chosen = tools_for_chat(fields.tools), fields.tool_choice
     called = asked_tools(
-        state.llm.engine,
+        state.llm.front,
         tools,
         choice_for_chat(chosen, tools),
         not (chosen is not None and chosen.disable_parallel_tool_use),
@@ -140,7 +140,7 @@ async def _understood(state: ServerState, fields: MessagesFields, params: Sampli
         tools=tools if called.calls else None,
     )
     prompt = await state.llm.chat_prompt(await as_messages(messages), options)
-    answers, params = read_answers(state.llm.engine, called, prompt, reasoning=_thinks(fields), params=params)
+    answers, params = read_answers(state.llm.front, called, prompt, reasoning=_thinks(fields), params=params)
     return Asked(
         state=state,
         id=new_id("msg"),

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
+from slotline.ranks.front import loads_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -99,14 +100,12 @@ class _Engine:
 
     def collect(self) -> Iterator[Any]:
         """Yield the numbers of now."""
-        engine = self._llm.engine
-        scheduler, plan = engine.scheduler, engine.plan
-        pool = scheduler.cache.pool
-        usable = max(1, pool.num_blocks - 1)
-        used = 1 - pool.num_free / usable
+        loads, plan = loads_of(self._llm.front), self._llm.plan
+        usable = max(1, sum(load.blocks for load in loads))
+        used = 1 - sum(load.free for load in loads) / usable
         for name, text, value in (
-            ("vllm:num_requests_running", "Requests in the batch.", len(scheduler.running)),
-            ("vllm:num_requests_waiting", "Requests that wait for a place in it.", scheduler.num_waiting),
+            ("vllm:num_requests_running", "Requests in the batch.", sum(load.running for load in loads)),
+            ("vllm:num_requests_waiting", "Requests that wait for a place in it.", sum(load.waiting for load in loads)),
             ("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use, from 0 to 1.", used),
             ("slotline:kv_cache_blocks", "Blocks of the cache.", usable),
             ("slotline:prompts_unfinished", "Prompts whose outputs are not complete.", self._llm.num_unfinished),

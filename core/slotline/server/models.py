@@ -108,5 +108,5 @@ def _card(state: ServerState, name: str) -> ModelCard:
         created=state.started,
         root=state.names[0],
         parent=state.names[0] if name in state.adapters else None,
-        max_model_len=state.llm.engine.limits.max_model_len,
+        max_model_len=state.llm.front.limits.max_model_len,
     )

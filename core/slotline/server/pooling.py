@@ -137,7 +137,7 @@ async def _pooled(
     async def one(prompt: dict[str, Any]) -> PoolingRequestOutput[PoolingOutput]:
         prompt["priority"] = fields.priority or 0
         record = current_record()
-        with record.prompt(prompt, state.llm.engine.tokenizer):
+        with record.prompt(prompt, state.llm.front.tokenizer):
             (output,) = [output async for output in state.llm.encode(prompt, params, lora_request=adapter)]
         record.end(output)
         return output

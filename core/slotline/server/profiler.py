@@ -14,6 +14,7 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.llm.async_llm import AsyncLLM
+from slotline.ranks.front import engine_of
 from slotline.server.errors import HttpError
 
 _PIECE = 1 << 20
@@ -60,6 +61,7 @@ class Profiler:
             HttpError: if one runs, or the folder cannot be made.
         """
         async with self._lock:
+            engine_of(self.llm.front)  # refuses replicas, whose steps run elsewhere
             if self._running is not None:
                 raise HttpError(400, "a profile runs; end it with POST /profile/stop", code="profile_running")
             try:

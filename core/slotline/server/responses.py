@@ -160,7 +160,7 @@ async def create_response(state: ServerState, request: Request) -> Response:
         HttpError, SlotlineError, msgspec.DecodeError: if it is wrong.
     """
     fields = await state.read(request, ResponsesFields)
-    params = checked_params(fields, state.llm.engine.sampling_defaults)
+    params = checked_params(fields, state.llm.front.sampling_defaults)
     state.admit(1)
     asked = await _understood(state, fields, params)
     if fields.stream:
@@ -172,14 +172,14 @@ async def _understood(state: ServerState, fields: ResponsesFields, params: Sampl
     name, adapter = state.model(fields.model)
     given = read_tools(fields)
     tools, choice = for_chat(given, fields.tool_choice)
-    called = asked_tools(state.llm.engine, tools, choice, fields.parallel_tool_calls)
+    called = asked_tools(state.llm.front, tools, choice, fields.parallel_tool_calls)
     effort = {"reasoning_effort": fields.reasoning.effort} if fields.reasoning and fields.reasoning.effort else {}
     options = chat_options(fields.chat_template_kwargs, effort, tools=tools if called.calls else None)
     messages = await as_messages(as_conversation(fields.input, fields.instructions))
     prompt = await state.llm.chat_prompt(messages, options)
-    resource = _resource(fields, given, params.with_defaults(state.llm.engine.sampling_defaults), name)
+    resource = _resource(fields, given, params.with_defaults(state.llm.front.sampling_defaults), name)
     answers, params = read_answers(
-        state.llm.engine, called, prompt, reasoning=fields.include_reasoning is not False, params=params
+        state.llm.front, called, prompt, reasoning=fields.include_reasoning is not False, params=params
     )
     if fields.request_id:
         prompt["request_id"] = fields.request_id

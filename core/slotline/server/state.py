@@ -18,6 +18,7 @@ from starlette.requests import Request
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
 from slotline.llm.output_stream import OutputKind
+from slotline.ranks.front import model_folder
 from slotline.registry.config.schema import ServerConfig
 from slotline.registry.config.validators import size_in_bytes
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ class ServerState:
     def __attrs_post_init__(self) -> None:
         self.profiler = Profiler(self.llm)
         self.max_body = size_in_bytes(self.config.max_body)
-        self.labels = _labels(self.llm.engine.runner.model.facts.path)
+        self.labels = _labels(model_folder(self.llm.front))
 
     async def read(self, request: Request, kind: type[T]) -> T:
         """Return the body of a request as an object of a kind.
@@ -128,7 +129,7 @@ class ServerState:
         counts: dict[int, int] = {}
         record = current_record()
         outputs = self.llm.generate(prompt, params, lora_request=adapter, output_kind=kind)
-        with record.prompt(prompt, self.llm.engine.tokenizer, params, stream=kind == "delta"):
+        with record.prompt(prompt, self.llm.front.tokenizer, params, stream=kind == "delta"):
             async with aclosing(outputs):
                 async for output in outputs:
                     for one in output.outputs:

@@ -78,7 +78,7 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     else:
         encode = tokenizer.encode_word if fields.add_special_tokens is False else tokenizer.encode
         token_ids = await asyncio.to_thread(encode, fields.prompt or "")
-    answer = Tokenized(len(token_ids), state.llm.engine.limits.max_model_len, list(token_ids))
+    answer = Tokenized(len(token_ids), state.llm.front.limits.max_model_len, list(token_ids))
     if fields.return_token_strs:
         answer.token_strs = tokenizer.transformers.convert_ids_to_tokens(list(token_ids))
     return json_response(answer)
@@ -92,7 +92,7 @@ async def detokenize(state: ServerState, request: Request) -> Response:
     """
     fields = await state.read(request, DetokenizeFields)
     state.model(fields.model)
-    size = state.llm.engine.limits.vocab_size
+    size = state.llm.front.limits.vocab_size
     if wrong := [token for token in fields.tokens if not 0 <= token < size]:
         raise HttpError(
             400, f"token {wrong[0]} is none of the {size:,} of the vocabulary", param="tokens", code="invalid_value"

@@ -49,6 +49,7 @@ from slotline.planner.ranks import (
     refuse_beside_ranks,
     tensor_setting,
 )
+from slotline.planner.replicas import refuse_beside_replicas, refuse_few_devices, replicas_setting
 from slotline.planner.response_parser import ResponseParserChoice, choose_response_parser, read_answer_facts
 from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
@@ -241,7 +242,9 @@ def _negotiated(
     config = loaded.config
     _load_named(loaded, registry)
     there = Devices(registry, loaded)
-    named = pipeline_devices(loaded, there) if place.size == 1 else (rank_device(loaded, there, place),)
+    refuse_few_devices(loaded, there)
+    alone = place.size == loaded.config.parallel.data == 1
+    named = pipeline_devices(loaded, there) if alone else (rank_device(loaded, there, place),)
     shards = context_devices(loaded, there, named)
     hardware = {device.torch_device: device for device in (*there.made(), *named)}
     own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
@@ -283,6 +286,7 @@ def _negotiated(
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter)
     refuse_beside_ranks(loaded, facts, place)
+    refuse_beside_replicas(loaded, facts)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
@@ -319,6 +323,7 @@ def _negotiated(
             *fast_prefill.settings,
             *microbatches,
             *tensor_setting(loaded, whole, facts, place),
+            *replicas_setting(loaded),
         ),
     )
     request = evolve(request, facts={**request.facts, **source.facts})

@@ -25,7 +25,7 @@ COMMUNICATOR = "parallel.communicator"
 
 
 def layout_of(loaded: LoadedConfig) -> RankLayout:
-    """Return the numbers of ranks that a configuration asks for."""
+    """Return the numbers of ranks of one replica that a configuration asks for."""
     return RankLayout(tensor=loaded.config.parallel.tensor)
 
 
@@ -41,7 +41,7 @@ def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
     name, _, index = own.name.partition(":")
     if index and there.is_explicit(own):
         raise ConfigError(
-            f"{KEY} = {place.layout.tensor} with device = {own.name!r}, which names one device",
+            f"{_asked(loaded)} with device = {own.name!r}, which names one device",
             fix=f'set device = "{name}"',
         )
     if place.local_rank >= (count := there.count(name)):
@@ -51,6 +51,11 @@ def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
             fix=f"set {KEY} = {count} or less, or start ranks on more machines with torchrun",
         )
     return there.named(f"{name}:{place.local_rank}")
+
+
+def _asked(loaded: LoadedConfig) -> str:
+    parallel = loaded.config.parallel
+    return f"{KEY} = {parallel.tensor}" if parallel.data == 1 else f"parallel.data = {parallel.data}"
 
 
 def shard_of(place: Place) -> Shard | None:

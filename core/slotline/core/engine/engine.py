@@ -209,6 +209,7 @@ class Engine:
         cache_salt: str = "",
         index: int = 0,
         stream: bool = False,
+        arrival: int | None = None,
         **inputs: Any,
     ) -> Request:
         """Check a request and queue it.
@@ -216,6 +217,7 @@ class Engine:
         Args:
             params: `SamplingParams`, or parameters of the engine's task.
             stream: whether its text is read while it runs.
+            arrival: its number, which decides its seed if it has none, and its order. None for the next.
             inputs: what extensions of this engine take, by name.
 
         Raises:
@@ -236,7 +238,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             index=index,
-            arrival=self.intake.arrivals,
+            arrival=self.intake.arrivals if arrival is None else arrival,
             inputs=inputs,
         )
         try:

@@ -10,8 +10,10 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.text.tokenizer import Tokenizer
 
 
-def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: Tokenizer | None) -> RequestOutput:
-    """Build the public form of a prompt's requests (one per output)."""
+def request_output(
+    requests: Sequence[Request], rows: RequestTable | None, tokenizer: Tokenizer | None
+) -> RequestOutput:
+    """Build the public form of a prompt's requests (one per output). Without rows they hold their tokens themselves."""
     first = requests[0]
     return RequestOutput(
         request_id=first.request_id,
@@ -24,9 +26,9 @@ def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: T
     )
 
 
-def _completion(request: Request, rows: RequestTable, tokenizer: Tokenizer | None) -> CompletionOutput:
+def _completion(request: Request, rows: RequestTable | None, tokenizer: Tokenizer | None) -> CompletionOutput:
     tokens = request.output_token_ids
-    if not request.finished and request.row >= 0:
+    if rows is not None and not request.finished and request.row >= 0:
         tokens = rows.output_token_ids(request.row)
     logprobs: list[TokenLogprobs] | None = None
     if request.logprobs is not None:

@@ -192,6 +192,11 @@ class ParallelConfig:
         validator=at_least(1),
         metadata=_doc("ranks that share each layer: heads, intermediate sizes and the vocabulary are divided"),
     )
+    data: int = field(
+        default=1,
+        validator=at_least(1),
+        metadata=_doc("replicas of the whole model, each with devices and a cache of its own, behind one front"),
+    )
     communicator: str = field(
         default="auto", metadata=_doc("communicator plugin for collectives among ranks; 'auto' chooses")
     )

@@ -1,0 +1,142 @@
+"""What the front of replicas has in place of an engine's extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from attrs import define, field
+
+from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
+from slotline.core.engine.engine import Engine
+from slotline.ranks.front_requests import SentRequest
+from slotline.registry.errors import RequestError
+from slotline.registry.lora_request import LoRARequest
+
+
+class Calls(Protocol):
+    """Connections with replicas."""
+
+    def call(
+        self, function: Callable[..., Any], *given: Any, reads: bool = False, only: int | None = None
+    ) -> list[Future[Any]]:
+        """Have all replicas, or one, call a function with their engines."""
+        ...
+
+
+def results(futures: list[Future[Any]]) -> list[Any]:
+    """Return what all replicas returned, once all have.
+
+    Raises:
+        Exception: the first of what they raised.
+    """
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+@define(eq=False)
+class FrontAdapters:
+    """Adapters of all replicas.
+
+    Attributes:
+        requests: the front's, to tell who uses an adapter.
+    """
+
+    links: Calls
+    requests: dict[int, SentRequest]
+    _given: dict[int, LoRARequest] = field(factory=dict)
+
+    @property
+    def numbers(self) -> set[int]:
+        """Return the numbers of the known adapters."""
+        found: set[int] = set().union(*results(self.links.call(_numbers)))
+        return found
+
+    def named(self, name: str) -> LoRARequest:
+        """Return the known adapter of a name.
+
+        Raises:
+            RequestError: if no known adapter has it.
+        """
+        found: LoRARequest = results(self.links.call(_named, name, only=0))[0]
+        return found
+
+    def add(self, request: LoRARequest) -> None:
+        """Make an adapter known to all replicas.
+
+        Raises:
+            RequestError: if one cannot hold it, or another adapter has its name or number.
+        """
+        if self._given.get(request.lora_int_id) == request:
+            return
+        results(self.links.call(_add, request))
+        self._given[request.lora_int_id] = request
+
+    def remove(self, number: int) -> bool:
+        """Have all replicas forget an adapter. Return False if none has this number.
+
+        Raises:
+            RequestError: if a request uses it.
+        """
+        users = sum(_adapter_of(request) == number for request in self.requests.values())
+        if users:
+            raise RequestError(f"adapter {number} is in use by {users} requests", fix="finish or abort them first")
+        self._given.pop(number, None)
+        return any(results(self.links.call(_remove, number)))
+
+    def pin(self, number: int) -> None:
+        """Keep an adapter in its slot on all devices.
+
+        Raises:
+            RequestError: if it is not known, or if there is no slot for it.
+        """
+        results(self.links.call(_pin, number))
+
+
+class FrontPooling:
+    """Answers of requests that sample nothing."""
+
+    def output(self, request: SentRequest) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the public form of a pooling request."""
+        return PoolingRequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=request.pooled,
+            finished=request.finished,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            metrics=request.metrics,
+        )
+
+
+def _adapter_of(request: SentRequest) -> int | None:
+    adapter = request.inputs.get("lora_request")
+    return None if adapter is None else adapter.lora_int_id
+
+
+def _numbers(engine: Engine) -> set[int]:
+    return set(engine.extension("adapters").numbers)
+
+
+def _named(engine: Engine, name: str) -> LoRARequest:
+    found: LoRARequest = engine.extension("adapters").named(name)
+    return found
+
+
+def _add(engine: Engine, request: LoRARequest) -> None:
+    with engine.plugins.naming():
+        engine.exclusively(engine.extension("adapters").add, request)
+
+
+def _remove(engine: Engine, number: int) -> bool:
+    with engine.plugins.naming():
+        return bool(engine.exclusively(engine.extension("adapters").remove, number))
+
+
+def _pin(engine: Engine, number: int) -> None:
+    with engine.plugins.naming():
+        engine.exclusively(engine.extension("adapters").pin, number)

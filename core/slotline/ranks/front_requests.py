@@ -1,0 +1,94 @@
+"""Requests as the front of replicas knows them."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from attrs import define, field
+
+from slotline.core.batch.request import Request, Status
+from slotline.ranks.reports import End, News
+
+
+@define(eq=False)
+class SettledText:
+    """Text of a request that its replica decodes. No later token can change it."""
+
+    settled: str = ""
+
+
+@define(kw_only=True, eq=False)
+class SentRequest(Request):
+    """A request that a replica has.
+
+    Attributes:
+        key: its number, which is never used again.
+        replica: number of the replica that has it.
+        weight: what it adds to the load there.
+        refusal: why the replica refused it, None if it did not.
+        pooled: the public form of its answer.
+        aborted: whether its end has been asked for.
+    """
+
+    key: int
+    replica: int = -1
+    weight: int
+    aborted: bool = False
+    refusal: BaseException | None = None
+    pooled: Any = None
+
+    def begin(self, *, decoded: bool) -> None:
+        """Have room for what the replica tells. `decoded` is whether it decodes the text while the request runs."""
+        if self.params.logprobs is not None:
+            self.logprobs = []
+        if decoded:
+            self.detokenizer = SettledText()  # type: ignore[assignment]
+
+    def take(self, token: int) -> None:
+        """Add a token."""
+        if not self.output_token_ids:
+            self.metrics.time_to_first_token = monotonic() - self.arrival_time
+        self.output_token_ids.append(token)
+
+    def hear(self, news: News) -> None:
+        """Add what a step gave besides tokens."""
+        if news.text is not None and self.detokenizer is not None:
+            self.detokenizer.settled = news.text  # type: ignore[misc]
+        if news.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + news.logprobs
+        if news.prompt_logprobs is not None:
+            self.prompt_logprobs = news.prompt_logprobs
+
+    def end(self, end: End) -> None:
+        """Take everything that was known of it at its end."""
+        self.output_token_ids = end.token_ids.tolist()
+        self.text, self.finish_reason, self.stop_reason = end.text, end.reason, end.cause
+        self.metrics, self.prompt_logprobs, self.pooled = end.metrics, end.prompt_logprobs, end.pooled
+        if end.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + end.logprobs
+        self.status = Status.FINISHED
+
+    def give_up(self, reason: str, refusal: BaseException | None = None) -> None:
+        """End it with what is known of it here."""
+        self.finish_reason, self.refusal, self.status = reason, refusal, Status.FINISHED
+        self.text = getattr(self.detokenizer, "settled", "")
+
+
+class SentRequests(dict[int, SentRequest]):
+    """Requests by key. There is none for the key 0, and for those that have ended."""
+
+    def __missing__(self, key: int) -> None:
+        """Return None."""
+
+
+@define(eq=False)
+class FrontRows:
+    """What stands for an engine's rows in the front: requests by the numbers in the results of steps."""
+
+    requests: SentRequests = field(factory=SentRequests)
+
+
+NOBODY = np.zeros(0, np.int64)
+"""Keys of no tokens."""

@@ -1,0 +1,423 @@
+"""The front of replicas: it takes requests as an engine does, and steps nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from weakref import finalize
+
+import numpy as np
+from attrs import define, field
+
+from slotline.core.api.outputs import RequestOutput
+from slotline.core.api.prompts import as_token_array
+from slotline.core.batch.request import UNSAMPLED, Request
+from slotline.core.engine.engine import Engine
+from slotline.core.engine.engine_lock import HOLDER, EngineLock, exclusive
+from slotline.core.engine.output_builder import request_output
+from slotline.core.engine.output_processor import StepResult
+from slotline.core.engine.stop_checker import StopChecker
+from slotline.core.scheduler.admission import EngineLimits, check_request
+from slotline.ranks.front_extensions import FrontAdapters, FrontPooling, results
+from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest
+from slotline.ranks.ranked_engine import interrupts_later
+from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
+from slotline.ranks.reports import Abort, Add, Load, Report
+from slotline.ranks.router import Router
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.contracts import ResponseParser
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import EngineFailedError, RequestError, SlotlineError
+from slotline.registry.loading import one_line
+from slotline.registry.own_process import OwnProcess
+from slotline.text.tokenizer import Tokenizer, with_bad_words
+
+if TYPE_CHECKING:
+    from slotline.registry.negotiation import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="ReplicaFront")
+TOGETHER = 32
+"""Requests that are sent in one message at most, so that replicas begin while others are still read."""
+EXPECTED = 1024
+"""Tokens that an output counts at most before it is known, in the load of a replica."""
+_LOOK = 0.5  # seconds between two looks at replicas that say nothing
+
+
+def turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Have a method run while no other thread is in the front. One that waits for replicas makes way."""
+    guarded = exclusive(method)
+
+    @wraps(method)
+    def called(self: S, /, *args: P.args, **options: P.kwargs) -> R:
+        me = get_ident()
+        if self.lock.holder.get(HOLDER, me) != me:
+            self.wake()
+        return guarded(self, *args, **options)
+
+    return called
+
+
+@define(eq=False)
+class FrontHandOut:
+    """What the front has in place of an engine's output processor."""
+
+    stops: StopChecker
+
+
+@define(kw_only=True, eq=False, slots=False)
+class ReplicaFront:
+    """Front of an engine's replicas, each of which runs in a process of its own.
+
+    It offers what `LLM`, `AsyncLLM` and the server use of an `Engine`. `step` waits for what replicas tell.
+
+    Attributes:
+        model_folder: the checkpoint.
+        extensions: what stands for those of the engines, by name.
+        requests: the unfinished, by id. Those that are being aborted have other keys.
+        rows: has the requests by the numbers that stand for rows in the results of `step`.
+        unsettled: always False, since no call leaves anything behind.
+    """
+
+    plan: Plan
+    model_folder: Path
+    links: ReplicaLinks
+    router: Router
+    limits: EngineLimits
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    response_parser: ResponseParser | None
+    sampling_defaults: Mapping[str, Any]
+    plugins: BuiltPlugins
+    hand_out: FrontHandOut
+    task: str
+    has_adapters: bool
+    extensions: dict[str, Any] = field(init=False)
+    requests: dict[str, Request] = field(factory=dict, init=False)
+    rows: FrontRows = field(factory=FrontRows, init=False)
+    lock: EngineLock = field(factory=EngineLock, init=False)
+    unsettled: bool = field(default=False, init=False)
+    _arrivals: int = field(default=0, init=False)
+    _key: int = field(default=0, init=False)
+    _turns: int = field(default=0, init=False)
+    _group: tuple[str, int] = field(default=("", 0), init=False)  # id and replica of the last prompt
+    _outboxes: list[list[Add | Abort]] = field(init=False)
+    _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
+    _close: Callable[[], object] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._outboxes = [[] for _ in self.links.replicas]
+        self.extensions = {}
+        if self.has_adapters:
+            self.extensions["adapters"] = FrontAdapters(self.links, self.rows.requests)
+        if self.task != "generate":
+            self.extensions["pooling"] = FrontPooling()
+        self._close = finalize(self, self.links.close, 2.0)
+
+    @property
+    def has_work(self) -> bool:
+        """True if any request is unfinished."""
+        return bool(self.requests)
+
+    @property
+    def failure(self) -> SlotlineError | None:
+        """Return what ended the replicas, None while they run."""
+        return self.links.error
+
+    @property
+    def loads(self) -> list[Load]:
+        """Return what each replica said last of its load."""
+        return [one.load for one in self.links.replicas]
+
+    @turn
+    def add(
+        self: ReplicaFront,
+        /,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: Any,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        index: int = 0,
+        stream: bool = False,
+        **inputs: Any,
+    ) -> Request:
+        """Choose a replica for a request, which is sent there by `step` or `confirm`. See `Engine.add`.
+
+        Raises:
+            RequestError: naming the error, if it can be told here. Others are told by `confirm`, or are a request's
+                `refusal`.
+            RankError: if a replica has failed.
+        """
+        self._own_process.refuse_others()
+        self._refuse_failed()
+        sampling, other = (params, None) if isinstance(params, SamplingParams) else (UNSAMPLED, params)
+        tokens = as_token_array(prompt_token_ids)
+        self._key += 1
+        request = SentRequest(
+            key=self._key,
+            weight=len(tokens) + min(sampling.max_tokens or EXPECTED, EXPECTED),
+            request_id=request_id,
+            prompt_token_ids=tokens.tolist(),
+            token_array=tokens,
+            params=sampling if not sampling.bad_words else with_bad_words(sampling, self.tokenizer),
+            task_params=other,
+            samples=other is None or self.task == "generate",
+            prompt=prompt,
+            priority=priority,
+            cache_salt=cache_salt,
+            index=index,
+            arrival=self._arrivals,
+            inputs=inputs,
+        )
+        check_request(request, self.limits, has_tokenizer=self.tokenizer is not None)
+        if request_id in self.requests:
+            raise RequestError(
+                f"request id {request_id!r} is in use", fix="use another id, or wait for the first to end"
+            )
+        adapter = inputs.get("lora_request")
+        if adapter is not None and "adapters" in self.extensions:
+            self.extensions["adapters"].add(adapter)
+        self._route(request, "" if adapter is None else str(adapter.lora_int_id))
+        self._arrivals += 1 + (sampling.guidance_scale != 1)
+        request.begin(decoded=self.tokenizer is not None and bool(sampling.stop or (stream and sampling.detokenize)))
+        self.requests[request_id] = self.rows.requests[request.key] = request
+        options = {"priority": priority, "cache_salt": cache_salt, "index": index, "stream": stream, **inputs}
+        asked = Add(request.key, request_id, tokens, params, {**options, "arrival": request.arrival})
+        self._outboxes[request.replica].append(asked)
+        if len(self._outboxes[request.replica]) >= TOGETHER:
+            self._flush(request.replica)
+        return request
+
+    @turn
+    def abort(self, request_id: str) -> Request | None:
+        """End a request. Its replica tells the end in a later `step`. Return None if no such request is unfinished."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        assert isinstance(request, SentRequest)
+        if self.failure is not None:
+            self._forget(request)
+            request.give_up("abort")
+            return request
+        request.aborted = True
+        self.requests[f"{request_id} (aborted, {request.key})"] = request
+        self._outboxes[request.replica].append(Abort(request.key))
+        self._flush(request.replica)
+        return request
+
+    def confirm(self, requests: Sequence[Request]) -> BaseException | None:
+        """Wait until the replicas have checked all requests. Return why the first of these was refused, if one was.
+
+        Raises:
+            RankError: if a replica has failed.
+        """
+        for future in self._sent():
+            self._refused(future.result())
+        for request in requests:
+            if isinstance(request, SentRequest) and request.refusal is not None:
+                self._withdraw_arrivals(request)
+                return request.refusal
+        return None
+
+    def step(self) -> StepResult:
+        """Wait for what replicas tell, and return it. It may be nothing, as when another thread wants to be in turn.
+
+        Raises:
+            SlotlineError: what a step of a replica raised, or that a replica has failed.
+        """
+        return self._step(self._turns)
+
+    @exclusive
+    def _step(self, seen: int) -> StepResult:
+        self._own_process.refuse_others()
+        if seen != self._turns or not self.requests:  # another thread's step may have ended what the caller waits for
+            return StepResult()
+        self._refuse_failed()
+        for number, one in enumerate(self.links.replicas):
+            self._flush(number, always=one.paused)
+        reports = self.links.next(_LOOK)
+        if not reports:
+            self.links.look([number for number, load in enumerate(self.router.loads) if load])
+            self._refuse_failed()
+            return StepResult()
+        self._turns += 1
+        with interrupts_later():
+            return self._apply(reports)
+
+    @turn
+    def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
+        """Make a call while no other thread is in the front."""
+        return call(*args, **options)
+
+    @turn
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Have all replicas read the weights again. See `Engine.reload_weights`.
+
+        Raises:
+            RequestError: if a request is unfinished.
+            ModelError: if the weights do not fit. The old weights stay.
+            RankError: if only some replicas could read them, which ends all.
+        """
+        self._refuse_failed()
+        unfinished = sum(not one.aborted for one in self.rows.requests.values())
+        if unfinished:
+            raise RequestError(f"{unfinished} requests are unfinished", fix="finish or abort them first")
+        futures = self.links.call(_reload, path)
+        failed = {number: error for number, future in enumerate(futures) if (error := future.exception()) is not None}
+        self.router.forget()
+        if 0 < len(failed) < len(futures):
+            number, error = failed.popitem()
+            what = f"it could not reload its weights, and others could: {one_line(error)}"
+            self.links.fail(self.links.replicas[number], what, error)
+            self._refuse_failed()
+        results(futures)
+
+    def ask(self, function: Callable[..., R], *given: Any, reads: bool = False) -> list[R]:
+        """Have all replicas call a function of a module with their engines, and return what they return.
+
+        Args:
+            reads: whether it only reads, and so may be called in the middle of a step.
+
+        Raises:
+            Exception: the first of what they raised.
+        """
+        return results(self.links.call(function, *given, reads=reads))
+
+    def ask_first(self, function: Callable[..., R], *given: Any) -> R:
+        """Have one replica call a function of a module with its engine, and return what it returns."""
+        (found,) = results(self.links.call(function, *given, only=0))
+        return cast(R, found)
+
+    def output(self, requests: Sequence[Request]) -> RequestOutput:
+        """Return the public form of a prompt's requests (one per output)."""
+        if all(request.finished for request in requests):
+            return request_output(requests, None, self.tokenizer)
+        return self.exclusively(request_output, requests, None, self.tokenizer)
+
+    def extension(self, name: str) -> Any:
+        """Return what stands for the extension of a name, None if there is none."""
+        return self.extensions.get(name)
+
+    def wake(self) -> None:
+        """Have a `step` that waits for replicas return."""
+        self.links.wake()
+
+    def close(self) -> None:
+        """End the replicas."""
+        self._close()
+
+    def settle(self) -> None:
+        """Do nothing, since no interrupted call leaves anything behind."""
+
+    def _refuse_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _route(self, request: SentRequest, adapter: str) -> None:
+        """Choose a replica. The outputs of one prompt stay together."""
+        first, replica = self._group
+        if request.index and request.request_id == f"{first}/{request.index}":
+            self.router.assign(replica, request.weight)
+        else:
+            replica = self.router.route(request.token_array, request.weight, f"{request.cache_salt}/{adapter}")
+            self._group = request.request_id, replica
+        request.replica = replica
+
+    def _flush(self, replica: int, *, always: bool = False) -> None:
+        """Send what a replica was not told. One that waits after an error goes on then."""
+        asked = self._outboxes[replica]
+        if not asked and not always:
+            return
+        self._outboxes[replica] = []
+        link = self.links.replicas[replica]
+        try:
+            self.links.send(link, asked)
+        except Exception:
+            self._send_each(link, asked)
+
+    def _send_each(self, link: ReplicaLink, asked: Sequence[Add | Abort]) -> None:
+        """Send one message for each request, and refuse those that cannot be sent."""
+        for one in asked:
+            try:
+                self.links.send(link, [one])
+            except Exception as error:
+                refusal = RequestError(
+                    f"this request cannot be sent to another process: {one_line(error)}",
+                    fix="give logits processors by name, and functions that are defined in a module",
+                )
+                self._refused([(one.key, refusal)])
+
+    @turn
+    def _sent(self) -> list[Any]:
+        """Send everything, and return futures of what is refused."""
+        self._refuse_failed()
+        for number in range(len(self._outboxes)):
+            self._flush(number)
+        return self.links.handled()
+
+    @turn
+    def _refused(self, refused: Sequence[tuple[int, BaseException]]) -> None:
+        """End requests that a replica has refused."""
+        for key, error in refused:
+            request = self.rows.requests[key]
+            if request is not None:
+                self._forget(request)
+                request.give_up("error", error)
+
+    @turn
+    def _withdraw_arrivals(self, refused: SentRequest) -> None:
+        """Have the next request arrive in the place of a refused one, as in an engine, if no other thread has added."""
+        later = [one for one in self.rows.requests.values() if one.arrival > refused.arrival and not one.aborted]
+        if not later:
+            self._arrivals = refused.arrival
+
+    def _apply(self, reports: Sequence[tuple[ReplicaLink, Report]]) -> StepResult:
+        """Take what replicas told.
+
+        Raises:
+            SlotlineError: what a step raised, once everything is taken.
+        """
+        known, finished, others = self.rows.requests, list[Request](), 0
+        raised: BaseException | None = None
+        for link, report in reports:
+            self._refused(report.refused)
+            for key, token in zip(report.keys.tolist(), report.token_ids.tolist(), strict=True):
+                if (request := known[key]) is not None:
+                    request.take(token)
+            for news in report.news:
+                if (request := known[news.key]) is not None:
+                    request.hear(news)
+            for end in report.ended:
+                if (request := known[end.key]) is not None:
+                    self._forget(request)
+                    request.end(end)
+                    finished.append(request)
+            others += report.others
+            raised = raised or report.raised
+            if isinstance(report.raised, EngineFailedError):
+                self.links.fail(link, one_line(report.raised), report.raised)
+                self._refuse_failed()
+        if raised is not None:
+            raise raised
+        rows = np.concatenate([NOBODY, np.zeros(others, np.int64), *(report.keys for _, report in reports)])
+        tokens = [np.zeros(others, np.int32), *(report.token_ids for _, report in reports)]
+        return StepResult(rows=rows, token_ids=np.concatenate(tokens), finished=finished)
+
+    def _forget(self, request: SentRequest) -> None:
+        """Take a request out of those that are unfinished."""
+        self.rows.requests.pop(request.key, None)
+        self.router.ended(request.replica, request.weight)
+        name = f"{request.request_id} (aborted, {request.key})" if request.aborted else request.request_id
+        if self.requests.get(name) is request:
+            del self.requests[name]
+
+
+def _reload(engine: Engine, path: Path | None) -> None:
+    engine.reload_weights(path)

@@ -1,0 +1,76 @@
+"""Replicas of data parallelism: their devices, what does not work beside them, and the record for the plan."""
+
+from __future__ import annotations
+
+from slotline.planner.ranks import KEY as TENSOR
+from slotline.planner.ranks import layout_of
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import ModelFacts
+from slotline.registry.devices import Devices, called
+from slotline.registry.errors import ConfigError, NegotiationError
+from slotline.registry.negotiation import Setting
+
+KEY = "parallel.data"
+
+
+def refuse_few_devices(loaded: LoadedConfig, there: Devices) -> None:
+    """Refuse more replicas than there are devices for. In host memory they share one.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    parallel, size = loaded.config.parallel, layout_of(loaded).size
+    own = there.named(loaded.config.device)
+    if parallel.data == 1 or there.descriptor(own).capabilities.host_memory.support:
+        return
+    name = own.name.partition(":")[0]
+    needed, count = parallel.data * size, there.count(name)
+    if needed > count:
+        each = f" of {size} ranks ({TENSOR} = {parallel.tensor})" if size > 1 else ""
+        most = count // size
+        raise ConfigError(
+            f"{KEY} = {parallel.data} replicas{each} need {needed} {called(name)} devices, and there are {count}",
+            fix=f"set {KEY} = {most}" if most else f"lower {TENSOR}",
+        )
+
+
+def refuse_beside_replicas(loaded: LoadedConfig, facts: ModelFacts) -> None:
+    """Refuse features that do not work with several replicas.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    config, texts = loaded.config, list[str]()
+    if config.parallel.data == 1:
+        return
+    if config.parallel.pipeline != 1:
+        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
+    if config.parallel.context_shards != 1:
+        texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
+    if config.kv_connector.name:
+        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one replica's blocks")
+    if facts.modalities:
+        texts.append(f"{facts.architecture} takes inputs besides text")
+    if texts:
+        raise NegotiationError(
+            f"{KEY} = {config.parallel.data} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
+            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
+        )
+
+
+def replicas_setting(loaded: LoadedConfig) -> tuple[Setting, ...]:
+    """Return the record of the replicas. Empty for one."""
+    number, size = loaded.config.parallel.data, layout_of(loaded).size
+    if number == 1:
+        return ()
+    each = "a device" if size == 1 else f"{size} devices"
+    return (
+        Setting(
+            key=KEY,
+            asked=str(number),
+            resolved=str(number),
+            origin=f"{loaded.origins[KEY].where}: each replica has {each}, all weights and a cache of its own; "
+            "requests go by shared prefixes and by load",
+            explicit=True,
+        ),
+    )
