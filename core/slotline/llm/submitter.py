@@ -140,6 +140,8 @@ class Submitter:
                     raise refusal
         except BaseException as error:
             self.abort(itertools.chain.from_iterable(groups))
+            if wrong is not None and isinstance(self.front, ReplicaFront):
+                self.front.withdraw(groups[wrong])
             if isinstance(error, RequestError) and len(prompts) > 1:
                 number = len(groups) - 1 if wrong is None else wrong
                 raise RequestError(f"prompt {number}: {error.message}", fix=error.fix) from error

@@ -56,6 +56,10 @@ class Launched:
         code = self.context.subprocess_handlers[index].proc.poll()
         return None if code is None else exit_text(code)
 
+    def pid_of(self, index: int) -> int:
+        """Return the id of the process of an index."""
+        return int(self.context.subprocess_handlers[index].proc.pid)
+
     def end(self, patience: float = 0.0) -> None:
         """End the processes, after this many seconds in which they may end by themselves."""
         until = time.monotonic() + patience

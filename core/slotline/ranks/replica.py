@@ -78,6 +78,7 @@ class Replica:
     connection: Connection
     engine: Engine
     _inbox: SimpleQueue[Batch | None] = field(factory=SimpleQueue, init=False)
+    _left: threading.Event = field(factory=threading.Event, init=False)
     _sending: threading.Lock = field(factory=threading.Lock, init=False)
     _sent: dict[Request, Sent] = field(factory=dict, init=False)
     _by_key: dict[int, Sent] = field(factory=dict, init=False)
@@ -103,6 +104,7 @@ class Replica:
             while block or not self._inbox.empty():
                 batch = self._inbox.get()
                 if batch is None:
+                    self._left.set()
                     return
                 self._do(batch)
                 block = paused = False
@@ -127,8 +129,8 @@ class Replica:
                     self._call(one)
             self._inbox.put(batch)
         self._inbox.put(None)
-        time.sleep(_LEAVE)  # a daemon: the process has ended by then, unless it hangs
-        os._exit(1)
+        if not self._left.wait(_LEAVE):
+            os._exit(1)  # the main thread hangs
 
     def _send(self, message: Any) -> None:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -267,31 +269,30 @@ class Replica:
 
 
 def main() -> int:
-    """Build an engine and serve the front until it closes the connection."""
+    """Serve the front until it closes the connection."""
     for ended_by in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ended_by, signal.SIG_IGN)  # the front decides
-    number, (address, key) = int(os.environ[NUMBER]), pickle.loads(bytes.fromhex(os.environ[ADDRESS]))
-    connection = Client(address, authkey=key)
+    logging.getLogger("slotline").setLevel(logging.ERROR)  # the front says the rest once
+    address, key = pickle.loads(bytes.fromhex(os.environ[ADDRESS]))
+    return serve(Client(address, authkey=key), int(os.environ[NUMBER]))
+
+
+def serve(connection: Connection, number: int) -> int:
+    """Build an engine and run it for the front. Return the exit code once the front has closed the connection."""
     connection.send(number)
     loaded = pickle.loads(connection.recv_bytes())
-    logging.getLogger("slotline").setLevel(logging.ERROR)  # the front says the rest once
     if number:
         config = loaded.config
         loaded = evolve(loaded, config=evolve(config, observability=evolve(config.observability, progress=False)))
     try:
         engine = start_engine(loaded, number * layout_of(loaded).size)
-    except BaseException as error:
-        connection.send_bytes(pickle.dumps(Failed(_with_trace(sendable(error), error))))
-        raise
-    ready = Ready(engine.plan.digest, engine.memory, dict(engine.startup), load_of(engine), engine.notes)
-    connection.send_bytes(pickle.dumps(ready))
-    replica = Replica(connection, engine)
-    try:
-        replica.run()
+        ready = Ready(engine.plan.digest, engine.memory, dict(engine.startup), load_of(engine), engine.notes)
+        connection.send_bytes(pickle.dumps(ready))
+        Replica(connection, engine).run()
     except BaseException as error:
         with suppress(OSError):
             connection.send_bytes(pickle.dumps(Failed(_with_trace(sendable(error), error))))
-        raise
+        return 1
     return 0
 
 
@@ -302,4 +303,7 @@ def _with_trace(error: BaseException, raised: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # the interpreter's own end takes seconds, and other ranks end with their connections

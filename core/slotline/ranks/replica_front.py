@@ -222,9 +222,18 @@ class ReplicaFront:
             self._refused(future.result())
         for request in requests:
             if isinstance(request, SentRequest) and request.refusal is not None:
-                self._withdraw_arrivals(request)
                 return request.refusal
         return None
+
+    @turn
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """Have the next request arrive in place of the first that was refused, as in an engine.
+
+        Requests that came later must be aborted. If another thread has added some, nothing changes.
+        """
+        first = min(one.arrival for one in requests if isinstance(one, SentRequest) and one.refusal is not None)
+        if all(one.aborted for one in self.rows.requests.values() if one.arrival > first):
+            self._arrivals = first
 
     def step(self) -> StepResult:
         """Wait for what replicas tell, and return it. It may be nothing, as when another thread wants to be in turn.
@@ -370,13 +379,6 @@ class ReplicaFront:
             if request is not None:
                 self._forget(request)
                 request.give_up("error", error)
-
-    @turn
-    def _withdraw_arrivals(self, refused: SentRequest) -> None:
-        """Have the next request arrive in the place of a refused one, as in an engine, if no other thread has added."""
-        later = [one for one in self.rows.requests.values() if one.arrival > refused.arrival and not one.aborted]
-        if not later:
-            self._arrivals = refused.arrival
 
     def _apply(self, reports: Sequence[tuple[ReplicaLink, Report]]) -> StepResult:
         """Take what replicas told.

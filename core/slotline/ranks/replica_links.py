@@ -61,6 +61,7 @@ class ReplicaLinks:
     Args:
         loaded: the configuration.
         digest: of the plan that all replicas must have.
+        start: starts the replicas, which connect to an address. None for processes.
 
     Attributes:
         replicas: in order of their numbers.
@@ -72,7 +73,9 @@ class ReplicaLinks:
         SlotlineError: what a replica raised while it built its engine.
     """
 
-    def __init__(self, loaded: LoadedConfig, digest: str) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, digest: str, start: Callable[[LoadedConfig, str], Launched] | None = None
+    ) -> None:
         self._parallel = loaded.config.parallel
         self.replicas: list[ReplicaLink] = []
         self.error: SlotlineError | None = None
@@ -82,7 +85,7 @@ class ReplicaLinks:
         self._number = 0
         data, key = _pickled(loaded), secrets.token_bytes(32)
         with Listener(None, backlog=self._parallel.data, authkey=key) as listener:
-            self._launched = _start(loaded, pickle.dumps((listener.address, key)).hex())
+            self._launched = (start or start_processes)(loaded, pickle.dumps((listener.address, key)).hex())
             try:
                 self._accept(listener)
             except BaseException:
@@ -173,7 +176,7 @@ class ReplicaLinks:
             one = self.replicas[number]
             if one.paused:
                 one.last = time.monotonic()
-            elif _stopped(self._pid(number)):
+            elif _stopped(self._launched.pid_of(number)):
                 self.fail(one, "its process was stopped by a signal")
             elif time.monotonic() - one.last > self._parallel.timeout:
                 self.fail(one, f"it gave no sign of life for {self._parallel.timeout:g} s")
@@ -299,11 +302,12 @@ class ReplicaLinks:
             time.sleep(0.01)
         self.fail(replica, f"its process has ended{f': {text}' if text else ''}")
 
-    def _pid(self, number: int) -> int:
-        return int(self._launched.context.subprocess_handlers[number].proc.pid)
+    def pid_of(self, number: int) -> int:
+        """Return the id of a replica's process."""
+        return self._launched.pid_of(number)
 
 
-def _start(loaded: LoadedConfig, address: str) -> Launched:
+def start_processes(loaded: LoadedConfig, address: str) -> Launched:
     """Start the process of each replica. They share the cores of the machine."""
     count = loaded.config.parallel.data
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))

@@ -28,8 +28,8 @@ def request_output(
 
 def _completion(request: Request, rows: RequestTable | None, tokenizer: Tokenizer | None) -> CompletionOutput:
     tokens = request.output_token_ids
-    if rows is not None and not request.finished and request.row >= 0:
-        tokens = rows.output_token_ids(request.row)
+    if not request.finished:
+        tokens = rows.output_token_ids(request.row) if rows is not None and request.row >= 0 else list(tokens)
     logprobs: list[TokenLogprobs] | None = None
     if request.logprobs is not None:
         logprobs = [entry for entry in with_token_texts(request.logprobs, tokenizer) if entry is not None]
