@@ -15,7 +15,7 @@ import pytest
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import CapacityError, RankError
 
-SETTINGS = {"observability.progress": False}
+SETTINGS = {"dtype": "float32", "observability.progress": False}
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("] * 2
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
