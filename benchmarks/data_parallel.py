@@ -1,12 +1,12 @@
 """Throughput of replicas behind one front, beside one engine of one device.
 
-    python benchmarks/data_parallel.py benchmarks/models/qwen3-0.6b [--replicas 2] [--requests 2048] [--runs 3]
+    python benchmarks/data_parallel.py benchmarks/models/qwen3-0.6b [--replicas 2] [--requests 1024] [--runs 3]
         [--set scheduler.max_requests=256] [--json FILE]
 
 The requests are those of nano-vllm's bench: 100 to 1024 tokens in and as many out, end-of-sequence ignored,
-temperature 0.6. All arrive at once, by `LLM.generate` and then as streams of deltas by `AsyncLLM.generate`. Every
-number of replicas runs in a process of its own, which runs a quarter of the requests first to warm up. The median
-counts, and all runs are printed. Weights are random, made on each device.
+temperature 0.6. Each replica has as many as the one engine. All arrive at once, by `LLM.generate` and then as streams
+of deltas by `AsyncLLM.generate`. Every number of replicas runs in a process of its own, which runs a quarter of the
+requests first to warm up. The median counts, and all runs are printed. Weights are random, made on each device.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def streamed(llm: AsyncLLM, prompts: Sequence[list[int]], params: Sequence
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the rates of all runs of an engine with so many replicas, by the way in which requests come."""
-    prompts, params = requests(arguments.requests)
+    prompts, params = requests(arguments.requests * arguments.measure)
     few = max(1, len(prompts) // 4)
     values: dict[str, Any] = {"load.format": "dummy", "parallel.data": arguments.measure}
     given = {"model": arguments.folder, "dtype": "bfloat16", "max_model_len": 2048, "overrides": arguments.settings}
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--replicas", type=positive, default=2)
-    parser.add_argument("--requests", type=positive, default=2048)
+    parser.add_argument("--requests", type=positive, default=1024, help="for each replica")
     parser.add_argument("--runs", type=positive, default=3)
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
@@ -116,7 +116,8 @@ def main() -> None:
             print("   " + ", ".join(f"{rate:,.0f}" for rate in runs))
     if arguments.json:
         columns = ["requests by", "one engine, tok/s", f"{arguments.replicas} replicas, tok/s", "factor"]
-        note = f"{arguments.folder.name}, {arguments.requests} requests, random bfloat16 weights, after a warm-up."
+        each = f"{arguments.folder.name}, {arguments.requests} requests for each replica"
+        note = f"{each}, random bfloat16 weights, after a warm-up."
         write_result(arguments.json, "data_parallel", columns, rows, note=note)
 
 

@@ -6,6 +6,8 @@ Replicas run as threads here, by the programs and messages of the processes. `te
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -196,6 +198,18 @@ def break_next_step(engine: Engine) -> None:
         raise ValueError("on purpose")
 
     engine.scheduler.schedule = schedule  # type: ignore[assignment, method-assign]
+
+
+def test_ctrl_c_aborts_the_requests_of_the_call_and_the_replicas_go_on(replicas: LLM) -> None:
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        replicas.generate(PROMPTS, SamplingParams(max_tokens=2000, ignore_eos=True))
+    timer.join()
+    assert replicas.generate("a", SamplingParams(max_tokens=3))[0].finished
+    while replicas.front.requests:
+        replicas.front.step()
+    assert replicas.front.router.loads == [0, 0]
 
 
 def test_streams_of_an_event_loop_have_the_outputs_of_one_engine(served: RunningServer, one: LLM) -> None:

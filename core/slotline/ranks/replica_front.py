@@ -43,6 +43,8 @@ R = TypeVar("R")
 S = TypeVar("S", bound="ReplicaFront")
 TOGETHER = 32
 """Requests that are sent in one message at most, so that replicas begin while others are still read."""
+CHEAP = 4
+"""Tokens of a prompt that count as one of an output in the load of a replica."""
 EXPECTED = 1024
 """Tokens that an output counts at most before it is known, in the load of a replica."""
 _LOOK = 0.5  # seconds between two looks at replicas that say nothing
@@ -162,7 +164,7 @@ class ReplicaFront:
         self._key += 1
         request = SentRequest(
             key=self._key,
-            weight=len(tokens) + min(sampling.max_tokens or EXPECTED, EXPECTED),
+            weight=len(tokens) // CHEAP + min(sampling.max_tokens or EXPECTED, EXPECTED),
             request_id=request_id,
             prompt_token_ids=tokens.tolist(),
             token_array=tokens,
@@ -251,14 +253,14 @@ class ReplicaFront:
         self._refuse_failed()
         for number, one in enumerate(self.links.replicas):
             self._flush(number, always=one.paused)
-        reports = self.links.next(_LOOK)
-        if not reports:
-            self.links.look([number for number, load in enumerate(self.router.loads) if load])
-            self._refuse_failed()
-            return StepResult()
-        self._turns += 1
+        self.links.wait(_LOOK)
         with interrupts_later():
-            return self._apply(reports)
+            if reports := self.links.take():
+                self._turns += 1
+                return self._apply(reports)
+        self.links.look([number for number, load in enumerate(self.router.loads) if load])
+        self._refuse_failed()
+        return StepResult()
 
     @turn
     def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:

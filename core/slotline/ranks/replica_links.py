@@ -13,11 +13,11 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import psutil
@@ -40,7 +40,8 @@ class ReplicaLink:
     Attributes:
         ready: what it said when its engine was built.
         load: of its last report.
-        last: time of its last report.
+        last: time of its last report, or of what woke it after that.
+        busy: whether it may have something to do.
         paused: whether it waits, since an error escaped from its last step.
     """
 
@@ -51,6 +52,7 @@ class ReplicaLink:
     load: Load = Load()
     last: float = field(factory=time.monotonic)
     paused: bool = False
+    busy: bool = False
     sent: int = 0
     open: dict[int, Future[list[tuple[int, BaseException]]]] = field(factory=dict)
 
@@ -80,7 +82,8 @@ class ReplicaLinks:
         self.replicas: list[ReplicaLink] = []
         self.error: SlotlineError | None = None
         self._process, self._closed, self._ending = os.getpid(), False, threading.Lock()
-        self._inbox: SimpleQueue[tuple[ReplicaLink, Report] | None] = SimpleQueue()
+        self._reports: deque[tuple[ReplicaLink, Report]] = deque()
+        self._told = threading.Event()
         self._answers: dict[int, tuple[ReplicaLink, Future[Any]]] = {}
         self._number = 0
         data, key = _pickled(loaded), secrets.token_bytes(32)
@@ -122,6 +125,8 @@ class ReplicaLinks:
             if any(isinstance(one, Add) for one in asked):
                 replica.open[replica.sent] = Future()
             replica.paused = False
+            if not replica.busy:
+                replica.busy, replica.last = True, time.monotonic()
             try:
                 replica.connection.send_bytes(data)
             except OSError:
@@ -149,26 +154,17 @@ class ReplicaLinks:
         return futures
 
     def wake(self) -> None:
-        """Have `next` return."""
-        self._inbox.put(None)
+        """Have `wait` return."""
+        self._told.set()
 
-    def next(self, timeout: float) -> list[tuple[ReplicaLink, Report]]:
-        """Wait for a report, and return it with those that came meanwhile. Empty if there is none in time.
+    def wait(self, timeout: float) -> None:
+        """Wait until there are reports, so many seconds at most. It may return early."""
+        self._told.wait(timeout)
+        self._told.clear()
 
-        Raises:
-            SlotlineError: what ended the replicas.
-        """
-        found: list[tuple[ReplicaLink, Report]] = []
-        try:
-            item = self._inbox.get(timeout=timeout)
-            while item is not None:
-                found.append(item)
-                item = self._inbox.get_nowait()
-        except Empty:
-            pass
-        if not found and self.error is not None:
-            raise self.error
-        return found
+    def take(self) -> list[tuple[ReplicaLink, Report]]:
+        """Return the reports that have come, each once."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def look(self, busy: Sequence[int]) -> None:
         """End the replicas if one of those with unfinished requests is stopped, or has said nothing for too long."""
@@ -287,7 +283,9 @@ class ReplicaLinks:
         replica.load = report.load
         if report.raised is not None:
             replica.paused = True
-        self._inbox.put((replica, report))
+        replica.busy = bool(report.load.running or report.load.waiting)
+        self._reports.append((replica, report))
+        self._told.set()
         for number in [one for one in tuple(replica.open) if one <= report.handled]:
             future = replica.open.pop(number)
             if not future.done():

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 BLOCK = 64
 """Tokens of a prefix that are compared at a time."""
-WORTH = 4
-"""Tokens of load that a replica may have beyond the least loaded for each token of a prefix that it has computed."""
+WORTH = 1
+"""Load that a replica may have beyond the least loaded for each token of a prefix that it has computed."""
 
 
 class Router:
@@ -23,11 +23,11 @@ class Router:
 
     Args:
         replicas: their number.
-        margin: tokens of load that a replica may have beyond the least loaded, whatever it has computed.
+        margin: load that a replica may have beyond the least loaded, whatever it has computed.
         remembered: blocks of `BLOCK` tokens that are remembered of each replica at most, the latest.
 
     Attributes:
-        loads: tokens of the unfinished requests of each replica.
+        loads: of the unfinished requests of each replica, in tokens of outputs.
     """
 
     def __init__(self, replicas: int, *, margin: int, remembered: int) -> None:
@@ -40,7 +40,7 @@ class Router:
 
         Args:
             tokens: [n] the prompt.
-            weight: tokens that it adds to the load, until `ended`.
+            weight: what it adds to the load, until `ended`.
             key: requests share prefixes only with equal keys.
         """
         hashes = _hashes(tokens, key)
