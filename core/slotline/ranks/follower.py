@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
-import threading
-import time
 from datetime import timedelta
 from functools import partial
 
@@ -16,19 +12,17 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
+from slotline.ranks.child import be_child_of
 from slotline.ranks.group import join_store, launched_place
 from slotline.ranks.launch import CONFIG
 from slotline.ranks.links import Link
 from slotline.ranks.logs import log_as
 from slotline.ranks.start import build_rank
 
-_LOOK = 0.5
-"""Seconds between two looks whether rank 0 lives, before there is a link with it."""
-
 
 def main() -> int:
     """Follow rank 0 until it ends. Errors are told to rank 0."""
-    log_as(int(os.environ["RANK"]))
+    log_as("rank " + os.environ["RANK"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=600))
     link = Link(store, int(os.environ["RANK"]), partial(os._exit, 1))
@@ -47,25 +41,8 @@ def main() -> int:
     return 0
 
 
-def _end_with(parent: int) -> None:
-    """End this process once its parent has ended, also while it still imports or waits for the store."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK)
-    os._exit(1)
-
-
-def _be_process_of(rank_0: int) -> None:
-    """Leave interrupts and standard output to rank 0, and end when it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    threading.Thread(target=_end_with, args=(rank_0,), daemon=True).start()
-
-
 if __name__ == "__main__":
-    _be_process_of(int(sys.argv[1]))
+    be_child_of(int(sys.argv[1]))
     code = main()
     sys.stderr.flush()
     os._exit(code)  # the process has nothing to save, and libraries may wait for their threads

@@ -128,15 +128,12 @@ def _named(engine: Engine, name: str) -> LoRARequest:
 
 
 def _add(engine: Engine, request: LoRARequest) -> None:
-    with engine.plugins.naming():
-        engine.exclusively(engine.extension("adapters").add, request)
+    engine.everywhere("adapters.add", request)
 
 
 def _remove(engine: Engine, number: int) -> bool:
-    with engine.plugins.naming():
-        return bool(engine.exclusively(engine.extension("adapters").remove, number))
+    return bool(engine.everywhere("adapters.remove", number))
 
 
 def _pin(engine: Engine, number: int) -> None:
-    with engine.plugins.naming():
-        engine.exclusively(engine.extension("adapters").pin, number)
+    engine.everywhere("adapters.pin", number)

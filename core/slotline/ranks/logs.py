@@ -6,10 +6,10 @@ import logging
 import warnings
 
 
-def log_as(rank: int) -> None:
-    """Prefix what this process logs with its rank, and leave to rank 0 what all ranks say."""
+def log_as(name: str) -> None:
+    """Prefix what this process logs with its name, and leave to the process that began it what all say."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Prefixed(f"[rank {rank}] "))
+    handler.setFormatter(_Prefixed(f"[{name}] "))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("slotline").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import signal
@@ -23,6 +22,8 @@ from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
 from slotline.planner.ranks import layout_of
+from slotline.ranks.child import be_child_of
+from slotline.ranks.logs import log_as
 from slotline.ranks.reports import (
     ADDRESS,
     NUMBER,
@@ -123,6 +124,9 @@ class Replica:
             try:
                 batch: Batch = pickle.loads(self.connection.recv_bytes())
             except (EOFError, OSError):
+                break
+            except Exception as error:  # modules that this process does not find
+                self._send(Failed(sendable(error)))
                 break
             for one in batch.asked:
                 if isinstance(one, Call) and one.reads:
@@ -270,9 +274,7 @@ class Replica:
 
 def main() -> int:
     """Serve the front until it closes the connection."""
-    for ended_by in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ended_by, signal.SIG_IGN)  # the front decides
-    logging.getLogger("slotline").setLevel(logging.ERROR)  # the front says the rest once
+    log_as(f"replica {os.environ[NUMBER]}")
     address, key = pickle.loads(bytes.fromhex(os.environ[ADDRESS]))
     return serve(Client(address, authkey=key), int(os.environ[NUMBER]))
 
@@ -303,7 +305,8 @@ def _with_trace(error: BaseException, raised: BaseException) -> BaseException:
 
 
 if __name__ == "__main__":
+    be_child_of(int(sys.argv[1]))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a server's front drains
     code = main()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stderr.flush()
     os._exit(code)  # the interpreter's own end takes seconds, and other ranks end with their connections

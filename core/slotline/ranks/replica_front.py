@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from weakref import finalize
 
@@ -106,6 +107,7 @@ class ReplicaFront:
     _arrivals: int = field(default=0, init=False)
     _key: int = field(default=0, init=False)
     _turns: int = field(default=0, init=False)
+    _looked: float = field(factory=monotonic, init=False)
     _group: tuple[str, int] = field(default=("", 0), init=False)  # id and replica of the last prompt
     _outboxes: list[list[Add | Abort]] = field(init=False)
     _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
@@ -255,17 +257,26 @@ class ReplicaFront:
             self._flush(number, always=one.paused)
         self.links.wait(_LOOK)
         with interrupts_later():
-            if reports := self.links.take():
-                self._turns += 1
-                return self._apply(reports)
-        self.links.look([number for number, load in enumerate(self.router.loads) if load])
-        self._refuse_failed()
-        return StepResult()
+            reports = self.links.take()
+            self._turns += bool(reports)
+            result = self._apply(reports)
+        if (now := monotonic()) - self._looked > _LOOK:
+            self._looked = now
+            self.links.look([number for number, load in enumerate(self.router.loads) if load])
+        if not reports:
+            self._refuse_failed()
+        return result
 
     @turn
     def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
         """Make a call while no other thread is in the front."""
         return call(*args, **options)
+
+    @turn
+    def everywhere(self, call: str, /, *given: Any) -> Any:
+        """Call a method of what stands for an extension, as ``adapters.remove``. All replicas make the call."""
+        name, _, method = call.partition(".")
+        return getattr(self.extension(name), method)(*given)
 
     @turn
     def reload_weights(self, path: Path | None = None) -> None:

@@ -24,11 +24,14 @@ import psutil
 from attrs import define, field
 
 from slotline.ranks.launch import Launched, start_programs
-from slotline.ranks.links import BEAT
+from slotline.ranks.messages import pickled
 from slotline.ranks.reports import ADDRESS, NUMBER, Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError, RankError, SlotlineError
+from slotline.registry.loading import one_line
 
+_LOOK = 0.5
+"""Seconds between two looks at processes that have not connected."""
 _SETTLE = 2.0
 """Seconds to wait for the exit code of a process whose connection has ended."""
 
@@ -120,7 +123,7 @@ class ReplicaLinks:
             Exception: if it cannot be pickled. Nothing is sent then.
         """
         with replica.sending:
-            data = pickle.dumps(Batch(replica.sent + 1, asked), pickle.HIGHEST_PROTOCOL)
+            data = pickled(Batch(replica.sent + 1, asked))
             replica.sent += 1
             if any(isinstance(one, Add) for one in asked):
                 replica.open[replica.sent] = Future()
@@ -214,7 +217,7 @@ class ReplicaLinks:
         """
         found: dict[int, Connection] = {}
         until = time.monotonic() + self._parallel.start_timeout
-        listener._listener._socket.settimeout(BEAT)  # type: ignore[attr-defined]
+        listener._listener._socket.settimeout(_LOOK)  # type: ignore[attr-defined]
         while len(found) < self._parallel.data:
             try:
                 connection = listener.accept()
@@ -316,6 +319,7 @@ def start_processes(loaded: LoadedConfig, address: str) -> Launched:
             NUMBER: str(number),
             "OMP_NUM_THREADS": threads,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
         for number in range(count)
     }
@@ -324,10 +328,10 @@ def start_processes(loaded: LoadedConfig, address: str) -> Launched:
 
 def _pickled(loaded: LoadedConfig) -> bytes:
     try:
-        return pickle.dumps(loaded)
+        return pickled(loaded)
     except Exception as error:
         raise ConfigError(
-            f"this configuration cannot be sent to other processes: {error}",
+            f"this configuration cannot be sent to other processes: {one_line(error)}",
             fix="write the settings into a TOML file, with plugins by name",
         ) from error
 

@@ -140,7 +140,7 @@ def _start_launched(loaded: LoadedConfig, place: Place, *, logged: bool) -> Rank
 
 def _follow(loaded: LoadedConfig, place: Place) -> NoReturn:
     """Follow rank 0, which alone runs the command that torchrun started in all ranks."""
-    log_as(place.rank)
+    log_as(f"rank {place.rank}")
     engine = _start_launched(loaded, place, logged=True)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all, and rank 0 decides
