@@ -9,20 +9,26 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 import pytest
 from attrs import evolve
+from engine_driver import GREEDY
 from replica_threads import replicas_as_threads
 from running_server import RunningServer, running_server
+from tiny_engines import DEFAULTS
+from tiny_vision import image
 
 from slotline.core import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearchParams
 from slotline.ranks.replica_front import ReplicaFront
-from slotline.registry.errors import ConfigError, NegotiationError, RequestError
+from slotline.registry.errors import ConfigError, NegotiationError, RankError, RequestError
 from slotline.registry.lora_request import LoRARequest
 
 T = TypeVar("T")
@@ -265,6 +271,51 @@ def test_a_server_shows_the_sum_of_its_replicas(served: RunningServer, one: LLM)
         assert refused.status_code == 400
         settings = {one["key"]: one for one in client.get("/v1/plan").json()["settings"]}
         assert settings["parallel.data"]["resolved"] == "2"
+
+
+def test_images_are_read_by_the_replicas(tiny_vision_model: Callable[[str], Path]) -> None:
+    pytest.importorskip("PIL", reason="image processors need Pillow")
+    path = tiny_vision_model("llava")
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}}
+        for text, seeds in (("def <image> main(", [0]), ("a <image><image> b", [1, 0]), ("import os", []))
+    ]
+    with replicas_as_threads():
+        llm = LLM(path, data=2, **DEFAULTS)
+    outputs = [plain(each) for each in llm.generate(prompts, GREEDY)]
+    with pytest.raises(RequestError, match="prompt 0: multi_modal_data has sound; this model takes image"):
+        llm.generate([{"prompt": "a", "multi_modal_data": {"sound": [1]}}] * 2)
+    llm.close()
+    assert outputs == [plain(each) for each in LLM(path, **DEFAULTS).generate(prompts, GREEDY)]
+
+
+def test_embeddings_are_those_of_one_engine() -> None:
+    with replicas_as_threads():
+        llm = LLM(data=2, task="embed", **SETTINGS)
+    found = [each.outputs.embedding for each in llm.embed(PROMPTS)]
+    with pytest.raises(RequestError, match="this engine runs 'embed'"):
+        llm.generate(["a", "b"])
+    llm.close()
+    expected = [each.outputs.embedding for each in LLM(task="embed", **SETTINGS).embed(PROMPTS)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_replica_that_ends_while_nothing_runs_ends_the_engine(replicas: LLM, served: RunningServer) -> None:
+    for front in (replicas.front, served.state.llm.front):
+        front.links.replicas[1].connection.send_bytes(b"")  # nothing that a replica understands
+    while replicas.front.failure is None:
+        time.sleep(0.01)
+    with pytest.raises(RankError, match="replica 1 failed"):
+        replicas.generate("a", SamplingParams(max_tokens=1))
+    with pytest.raises(RankError, match="replica 1 failed"):
+        replicas.list_loras()
+    for _ in range(500):
+        if (answer := httpx.get(f"{served.url}/health")).status_code == 503:
+            break
+        time.sleep(0.01)
+    assert "replica 1 failed" in answer.text
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+    assert httpx.get(f"{served.url}/v1/engine").json()["status"] == "failed"
 
 
 def test_what_replicas_do_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

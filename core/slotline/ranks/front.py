@@ -71,6 +71,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
         hand_out=FrontHandOut(StopChecker(RequestTable(1, 1), facts.eos_token_ids, facts.vocab_size)),
         task=planned.task,
         has_adapters=planned.lora is not None,
+        has_items=bool(facts.modalities),
     )
     logger.log(logging.WARNING if front.plan.downgrades else logging.INFO, front.plan.summary())
     return front

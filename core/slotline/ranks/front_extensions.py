@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import cycle
+from pickle import PicklingError
 from typing import Any, Protocol
 
 from attrs import define, field
@@ -12,6 +14,7 @@ from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
 from slotline.core.engine.engine import Engine
 from slotline.ranks.front_requests import SentRequest
 from slotline.registry.errors import RequestError
+from slotline.registry.loading import one_line
 from slotline.registry.lora_request import LoRARequest
 
 
@@ -96,6 +99,41 @@ class FrontAdapters:
         results(self.links.call(_pin, number))
 
 
+class FrontReader:
+    """Reader of prompts with items besides text. Replicas read them in turn, since they have the model's processor.
+
+    Attributes:
+        placeholders, cross: those of an engine's reader.
+    """
+
+    def __init__(self, links: Calls, replicas: int) -> None:
+        self._links, self._turns = links, cycle(range(replicas))
+        self.placeholders, self.cross = results(links.call(_placeholders, only=0))[0]
+
+    def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Any, ...]]:
+        """Return the prompt's tokens as the model reads them, and its items in order.
+
+        Raises:
+            RequestError: if an item cannot be read, or cannot be sent to another process.
+        """
+        try:
+            futures = self._links.call(_read, list(token_ids), dict(data), reads=True, only=next(self._turns))
+        except (PicklingError, TypeError, AttributeError) as error:
+            raise RequestError(
+                f"multi_modal_data cannot be sent to another process: {one_line(error)}",
+                fix="give images or arrays of a module that replicas can import",
+            ) from error
+        found: tuple[list[int], tuple[Any, ...]] = results(futures)[0]
+        return found
+
+
+@define(eq=False)
+class FrontMultimodal:
+    """What stands for the extension of a model that takes inputs besides text."""
+
+    reader: FrontReader
+
+
 class FrontPooling:
     """Answers of requests that sample nothing."""
 
@@ -116,6 +154,17 @@ class FrontPooling:
 def _adapter_of(request: SentRequest) -> int | None:
     adapter = request.inputs.get("lora_request")
     return None if adapter is None else adapter.lora_int_id
+
+
+def _placeholders(engine: Engine) -> tuple[dict[str, int], frozenset[str]]:
+    reader = engine.extension("multimodal").reader
+    return reader.placeholders, reader.cross
+
+
+def _read(engine: Engine, token_ids: list[int], data: dict[str, Any]) -> tuple[list[int], tuple[Any, ...]]:
+    with engine.plugins.naming():
+        found: tuple[list[int], tuple[Any, ...]] = engine.extension("multimodal").reader.read(token_ids, data)
+    return found
 
 
 def _numbers(engine: Engine) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import wraps
 from pathlib import Path
 from threading import get_ident
@@ -22,7 +23,7 @@ from slotline.core.engine.output_builder import request_output
 from slotline.core.engine.output_processor import StepResult
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.scheduler.admission import EngineLimits, check_request
-from slotline.ranks.front_extensions import FrontAdapters, FrontPooling, results
+from slotline.ranks.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
 from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest
 from slotline.ranks.ranked_engine import interrupts_later
 from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
@@ -99,6 +100,7 @@ class ReplicaFront:
     hand_out: FrontHandOut
     task: str
     has_adapters: bool
+    has_items: bool
     extensions: dict[str, Any] = field(init=False)
     requests: dict[str, Request] = field(factory=dict, init=False)
     rows: FrontRows = field(factory=FrontRows, init=False)
@@ -118,6 +120,8 @@ class ReplicaFront:
         self.extensions = {}
         if self.has_adapters:
             self.extensions["adapters"] = FrontAdapters(self.links, self.rows.requests)
+        if self.has_items:
+            self.extensions["multimodal"] = FrontMultimodal(FrontReader(self.links, len(self.links.replicas)))
         if self.task != "generate":
             self.extensions["pooling"] = FrontPooling()
         self._close = finalize(self, self.links.close, 2.0)
@@ -223,7 +227,8 @@ class ReplicaFront:
             RankError: if a replica has failed.
         """
         for future in self._sent():
-            self._refused(future.result())
+            future.result()
+        self._refuse()
         for request in requests:
             if isinstance(request, SentRequest) and request.refusal is not None:
                 return request.refusal
@@ -374,20 +379,22 @@ class ReplicaFront:
                     f"this request cannot be sent to another process: {one_line(error)}",
                     fix="give logits processors by name, and functions that are defined in a module",
                 )
-                self._refused([(one.key, refusal)])
+                self.links.refused.append((one.key, refusal))
+                self.wake()
 
     @turn
-    def _sent(self) -> list[Any]:
-        """Send everything, and return futures of what is refused."""
+    def _sent(self) -> list[Future[None]]:
+        """Send everything, and return futures of what is not checked yet."""
         self._refuse_failed()
         for number in range(len(self._outboxes)):
             self._flush(number)
-        return self.links.handled()
+        return self.links.unchecked()
 
     @turn
-    def _refused(self, refused: Sequence[tuple[int, BaseException]]) -> None:
+    def _refuse(self) -> None:
         """End requests that a replica has refused."""
-        for key, error in refused:
+        while self.links.refused:
+            key, error = self.links.refused.popleft()
             request = self.rows.requests[key]
             if request is not None:
                 self._forget(request)
@@ -401,8 +408,8 @@ class ReplicaFront:
         """
         known, finished, others = self.rows.requests, list[Request](), 0
         raised: BaseException | None = None
+        self._refuse()
         for link, report in reports:
-            self._refused(report.refused)
             for key, token in zip(report.keys.tolist(), report.token_ids.tolist(), strict=True):
                 if (request := known[key]) is not None:
                     request.take(token)

@@ -57,7 +57,7 @@ class ReplicaLink:
     paused: bool = False
     busy: bool = False
     sent: int = 0
-    open: dict[int, Future[list[tuple[int, BaseException]]]] = field(factory=dict)
+    open: dict[int, Future[None]] = field(factory=dict)
 
 
 class ReplicaLinks:
@@ -71,6 +71,7 @@ class ReplicaLinks:
     Attributes:
         replicas: in order of their numbers.
         error: what ended them all, None while they run.
+        refused: keys of requests that replicas refused, with the errors, until they are taken out.
 
     Raises:
         ConfigError: if the configuration cannot be sent to another process.
@@ -85,6 +86,7 @@ class ReplicaLinks:
         self.replicas: list[ReplicaLink] = []
         self.error: SlotlineError | None = None
         self._process, self._closed, self._ending = os.getpid(), False, threading.Lock()
+        self.refused: deque[tuple[int, BaseException]] = deque()
         self._reports: deque[tuple[ReplicaLink, Report]] = deque()
         self._told = threading.Event()
         self._answers: dict[int, tuple[ReplicaLink, Future[Any]]] = {}
@@ -135,8 +137,8 @@ class ReplicaLinks:
             except OSError:
                 self._lost(replica)
 
-    def handled(self) -> list[Future[list[tuple[int, BaseException]]]]:
-        """Return futures of the requests that were refused, for all batches with requests that are not handled."""
+    def unchecked(self) -> list[Future[None]]:
+        """Return futures of the batches with requests that replicas have not checked."""
         return [future for one in self.replicas for future in tuple(one.open.values())]
 
     def call(
@@ -151,7 +153,11 @@ class ReplicaLinks:
                 self._number += 1
                 number = self._number
                 self._answers[number] = one, future
-            self.send(one, [Call(number, function, given, reads)])
+            try:
+                self.send(one, [Call(number, function, given, reads)])
+            except BaseException:
+                self._answers.pop(number, None)
+                raise
             if self.error is not None:
                 self._fail_futures(self.error)
         return futures
@@ -287,12 +293,13 @@ class ReplicaLinks:
         if report.raised is not None:
             replica.paused = True
         replica.busy = bool(report.load.running or report.load.waiting)
+        self.refused += report.refused
         self._reports.append((replica, report))
         self._told.set()
         for number in [one for one in tuple(replica.open) if one <= report.handled]:
             future = replica.open.pop(number)
             if not future.done():
-                future.set_result(list(report.refused))
+                future.set_result(None)
 
     def _lost(self, replica: ReplicaLink) -> None:
         """End all replicas, since the connection of one has ended."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from slotline.planner.ranks import KEY as TENSOR
 from slotline.planner.ranks import layout_of
 from slotline.registry.config import LoadedConfig
-from slotline.registry.contracts import ModelFacts
 from slotline.registry.devices import Devices, called
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Setting
@@ -34,7 +33,7 @@ def refuse_few_devices(loaded: LoadedConfig, there: Devices) -> None:
         )
 
 
-def refuse_beside_replicas(loaded: LoadedConfig, facts: ModelFacts) -> None:
+def refuse_beside_replicas(loaded: LoadedConfig) -> None:
     """Refuse features that do not work with several replicas.
 
     Raises:
@@ -49,8 +48,6 @@ def refuse_beside_replicas(loaded: LoadedConfig, facts: ModelFacts) -> None:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one replica's blocks")
-    if facts.modalities:
-        texts.append(f"{facts.architecture} takes inputs besides text")
     if texts:
         raise NegotiationError(
             f"{KEY} = {config.parallel.data} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
