@@ -6,10 +6,18 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from attrs import define, field
 
-from slotline.core.batch.request import Request, Status
+from slotline.core.batch.request import UNSAMPLED, Request, Status
 from slotline.ranks.reports import End, News
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.text.tokenizer import Tokenizer, with_bad_words
+
+CHEAP = 4
+"""Tokens of a prompt that count as one of an output in the load of a replica."""
+EXPECTED = 1024
+"""Tokens that an output counts at most before it is known, in the load of a replica."""
 
 
 @define(eq=False)
@@ -39,11 +47,11 @@ class SentRequest(Request):
     refusal: BaseException | None = None
     pooled: Any = None
 
-    def begin(self, *, decoded: bool) -> None:
-        """Have room for what the replica tells. `decoded` is whether it decodes the text while the request runs."""
+    def begin(self, *, stream: bool) -> None:
+        """Have room for what the replica tells. `stream` is whether it may decode the text while the request runs."""
         if self.params.logprobs is not None:
             self.logprobs = []
-        if decoded:
+        if self.params.stop or (stream and self.params.detokenize):
             self.detokenizer = SettledText()  # type: ignore[assignment]
 
     def take(self, token: int) -> None:
@@ -74,6 +82,38 @@ class SentRequest(Request):
         """End it with what is known of it here."""
         self.finish_reason, self.refusal, self.status = reason, refusal, Status.FINISHED
         self.text = getattr(self.detokenizer, "settled", "")
+
+
+def sent_request(
+    key: int,
+    request_id: str,
+    tokens: npt.NDArray[np.int64],
+    params: Any,
+    *,
+    samples: bool,
+    tokenizer: Tokenizer | None,
+    **fields: Any,
+) -> SentRequest:
+    """Return a request of a prompt.
+
+    Args:
+        params: `SamplingParams`, or parameters of another task.
+        samples: whether the engine generates.
+        tokenizer: for bad words that are text.
+        fields: further attributes of `Request`.
+    """
+    sampling, other = (params, None) if isinstance(params, SamplingParams) else (UNSAMPLED, params)
+    return SentRequest(
+        key=key,
+        weight=len(tokens) // CHEAP + min(sampling.max_tokens or EXPECTED, EXPECTED),
+        request_id=request_id,
+        prompt_token_ids=tokens.tolist(),
+        token_array=tokens,
+        params=sampling if not sampling.bad_words else with_bad_words(sampling, tokenizer),
+        task_params=other,
+        samples=other is None or samples,
+        **fields,
+    )
 
 
 class SentRequests(dict[int, SentRequest]):

@@ -16,7 +16,7 @@ from attrs import define, field
 
 from slotline.core.api.outputs import RequestOutput
 from slotline.core.api.prompts import as_token_array
-from slotline.core.batch.request import UNSAMPLED, Request
+from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import HOLDER, EngineLock, exclusive
 from slotline.core.engine.output_builder import request_output
@@ -24,18 +24,18 @@ from slotline.core.engine.output_processor import StepResult
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.scheduler.admission import EngineLimits, check_request
 from slotline.ranks.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
-from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest
+from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest, sent_request
+from slotline.ranks.outboxes import Outboxes
 from slotline.ranks.ranked_engine import interrupts_later
 from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
 from slotline.ranks.reports import Abort, Add, Load, Report
 from slotline.ranks.router import Router
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import ResponseParser
-from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import EngineFailedError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
 from slotline.registry.own_process import OwnProcess
-from slotline.text.tokenizer import Tokenizer, with_bad_words
+from slotline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slotline.registry.negotiation import Plan
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound="ReplicaFront")
-TOGETHER = 32
-"""Requests that are sent in one message at most, so that replicas begin while others are still read."""
-CHEAP = 4
-"""Tokens of a prompt that count as one of an output in the load of a replica."""
-EXPECTED = 1024
-"""Tokens that an output counts at most before it is known, in the load of a replica."""
 _LOOK = 0.5  # seconds between two looks at replicas that say nothing
 
 
@@ -111,12 +105,12 @@ class ReplicaFront:
     _turns: int = field(default=0, init=False)
     _looked: float = field(factory=monotonic, init=False)
     _group: tuple[str, int] = field(default=("", 0), init=False)  # id and replica of the last prompt
-    _outboxes: list[list[Add | Abort]] = field(init=False)
+    _outboxes: Outboxes = field(init=False)
     _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
     _close: Callable[[], object] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._outboxes = [[] for _ in self.links.replicas]
+        self._outboxes = Outboxes(self.links)
         self.extensions = {}
         if self.has_adapters:
             self.extensions["adapters"] = FrontAdapters(self.links, self.rows.requests)
@@ -165,18 +159,14 @@ class ReplicaFront:
         """
         self._own_process.refuse_others()
         self._refuse_failed()
-        sampling, other = (params, None) if isinstance(params, SamplingParams) else (UNSAMPLED, params)
-        tokens = as_token_array(prompt_token_ids)
         self._key += 1
-        request = SentRequest(
-            key=self._key,
-            weight=len(tokens) // CHEAP + min(sampling.max_tokens or EXPECTED, EXPECTED),
-            request_id=request_id,
-            prompt_token_ids=tokens.tolist(),
-            token_array=tokens,
-            params=sampling if not sampling.bad_words else with_bad_words(sampling, self.tokenizer),
-            task_params=other,
-            samples=other is None or self.task == "generate",
+        request = sent_request(
+            self._key,
+            request_id,
+            as_token_array(prompt_token_ids),
+            params,
+            samples=self.task == "generate",
+            tokenizer=self.tokenizer,
             prompt=prompt,
             priority=priority,
             cache_salt=cache_salt,
@@ -193,14 +183,12 @@ class ReplicaFront:
         if adapter is not None and "adapters" in self.extensions:
             self.extensions["adapters"].add(adapter)
         self._route(request, "" if adapter is None else str(adapter.lora_int_id))
-        self._arrivals += 1 + (sampling.guidance_scale != 1)
-        request.begin(decoded=self.tokenizer is not None and bool(sampling.stop or (stream and sampling.detokenize)))
+        self._arrivals += 1 + (request.params.guidance_scale != 1)
+        request.begin(stream=stream and self.tokenizer is not None)
         self.requests[request_id] = self.rows.requests[request.key] = request
         options = {"priority": priority, "cache_salt": cache_salt, "index": index, "stream": stream, **inputs}
-        asked = Add(request.key, request_id, tokens, params, {**options, "arrival": request.arrival})
-        self._outboxes[request.replica].append(asked)
-        if len(self._outboxes[request.replica]) >= TOGETHER:
-            self._flush(request.replica)
+        options["arrival"] = request.arrival
+        self._outboxes.put(request.replica, Add(request.key, request_id, request.token_array, params, options))
         return request
 
     @turn
@@ -216,8 +204,7 @@ class ReplicaFront:
             return request
         request.aborted = True
         self.requests[f"{request_id} (aborted, {request.key})"] = request
-        self._outboxes[request.replica].append(Abort(request.key))
-        self._flush(request.replica)
+        self._outboxes.put(request.replica, Abort(request.key))
         return request
 
     def confirm(self, requests: Sequence[Request]) -> BaseException | None:
@@ -258,8 +245,7 @@ class ReplicaFront:
         if seen != self._turns or not self.requests:  # another thread's step may have ended what the caller waits for
             return StepResult()
         self._refuse_failed()
-        for number, one in enumerate(self.links.replicas):
-            self._flush(number, always=one.paused)
+        self._outboxes.send()
         self.links.wait(_LOOK)
         with interrupts_later():
             reports = self.links.take()
@@ -357,37 +343,11 @@ class ReplicaFront:
             self._group = request.request_id, replica
         request.replica = replica
 
-    def _flush(self, replica: int, *, always: bool = False) -> None:
-        """Send what a replica was not told. One that waits after an error goes on then."""
-        asked = self._outboxes[replica]
-        if not asked and not always:
-            return
-        self._outboxes[replica] = []
-        link = self.links.replicas[replica]
-        try:
-            self.links.send(link, asked)
-        except Exception:
-            self._send_each(link, asked)
-
-    def _send_each(self, link: ReplicaLink, asked: Sequence[Add | Abort]) -> None:
-        """Send one message for each request, and refuse those that cannot be sent."""
-        for one in asked:
-            try:
-                self.links.send(link, [one])
-            except Exception as error:
-                refusal = RequestError(
-                    f"this request cannot be sent to another process: {one_line(error)}",
-                    fix="give logits processors by name, and functions that are defined in a module",
-                )
-                self.links.refused.append((one.key, refusal))
-                self.wake()
-
     @turn
     def _sent(self) -> list[Future[None]]:
         """Send everything, and return futures of what is not checked yet."""
         self._refuse_failed()
-        for number in range(len(self._outboxes)):
-            self._flush(number)
+        self._outboxes.send()
         return self.links.unchecked()
 
     @turn
