@@ -14,7 +14,6 @@ from thread_ranks import ThreadRanks
 from tiny_models import VOCAB_SIZE
 
 from slotline.core import LLM, SamplingParams
-from slotline.registry.errors import NegotiationError
 from tests.proposers.test_medusa import heads_of, written
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,11 +75,16 @@ def test_a_drafter_drafts_over_ranks_what_it_drafts_alone(
     ranks.close()
 
 
-def test_lengths_that_adapt_to_measured_times_are_off_over_ranks(tiny: Tiny) -> None:
-    ranks = ThreadRanks(tiny("llama"), **{"drafter.name": "ngram"})
-    setting = next(one for one in ranks.llms[0].plan.settings if one.key == "drafter.adaptive")
-    assert setting.resolved == "false"
-    assert "2 ranks would measure different times" in setting.origin
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_lengths_adapt_to_the_times_of_rank_0_alone(tiny: Tiny, overlapped: bool) -> None:
+    settings = {"drafter.name": "draft_model", "drafter.path": str(tiny("llama")), "scheduler.async": overlapped}
+    ranks = ThreadRanks(tiny("llama"), **settings, **{"drafter.adaptive": True, "cache.memory": "8MiB"})
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": one} for one in PROMPTS]
+    drafting = [llm.engine.extension("drafts").drafting for llm in ranks.llms]
+    ranks.same(lambda llm: [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)])
+    first, other = (one.control.to_json() for one in drafting)
+    assert first == other
+    assert first["step_seconds_per_token"] + first["step_seconds"] > 0
+    assert sum(first["chosen"]) > 0
     ranks.close()
-    with pytest.raises(NegotiationError, match="2 ranks would measure different times"):
-        ThreadRanks(tiny("llama"), **{"drafter.name": "ngram", "drafter.adaptive": True})

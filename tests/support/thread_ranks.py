@@ -229,7 +229,14 @@ class ThreadRanks:
         self._exchange.barrier.reset()
         running = [pool.submit(turn, rank) for rank, pool in enumerate(self._pools)]
         errors = [error for one in running if (error := one.exception()) is not None]
-        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
         if errors:
-            raise (real or errors)[0]
+            raise min(errors, key=_is_effect)
         return [one.result() for one in running]
+
+
+def _is_effect(error: BaseException) -> bool:
+    """Return True for an error that another rank's error has made."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, threading.BrokenBarrierError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None

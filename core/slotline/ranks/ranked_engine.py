@@ -142,6 +142,8 @@ class RankedEngine(Engine):
         with interrupts_later():
             if self._deferred and not self._told:
                 self._agree_on_ready()
+            if self.extensions.measured and not self._told:
+                self._learn_alike()
             with self._in_step():
                 self._send(STEP if not self.log else pickle.dumps(self.log))
                 return super().step()
@@ -239,6 +241,17 @@ class RankedEngine(Engine):
         if self.log is None:
             names = self.group.gather(names)[0]
         self.queue_deferred(names)
+
+    def _learn_alike(self) -> None:
+        """Have the extensions of all ranks learn what those of rank 0 have measured."""
+        found: list[tuple[str, Any]] = []
+        if self.link is None:
+            found = [(name, what) for name, measured in self.extensions.measured if (what := measured())]
+        if self.log is None:
+            assert self.group is not None
+            found = self.group.gather(found)[0]
+        for name, what in found:
+            self.everywhere(f"{name}.learn", what)
 
     def _collect_deferred(self, *, idle: bool) -> None:
         for collect in self.extensions.collect_ready:

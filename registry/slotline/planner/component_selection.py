@@ -237,14 +237,11 @@ def choose_draft_graphs(
     return _decided(loaded, key, asked, texts)
 
 
-def choose_adaptive(
-    loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree: Setting | None, *, ranks: int = 1
-) -> Setting | None:
+def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree: Setting | None) -> Setting | None:
     """Decide if the number of verified drafts adapts to what pays. None without a drafter.
 
     Args:
         tree: the choice of how the drafter's trees are verified. None without trees.
-        ranks: that run the engine together.
 
     Raises:
         NegotiationError: if it was asked for and is not possible, also if there is no drafter.
@@ -256,8 +253,6 @@ def choose_adaptive(
     name, texts = f"drafter {drafter.name!r}", []
     if tree is not None and tree.resolved == "tree":
         texts.append(f"{name}: its trees are verified whole")
-    if ranks > 1:
-        texts.append(f"{ranks} ranks would measure different times and verify different drafts")
     if asked == "auto" and drafter.capabilities.probabilities.support:
         texts.append(f"{name} gives probabilities: a seed's text would depend on the lengths, and so on timing")
     return _decided(loaded, key, asked, texts)

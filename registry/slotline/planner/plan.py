@@ -364,7 +364,7 @@ def _negotiated(
     plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
-    adaptive = choose_adaptive(loaded, drafter, tree, ranks=place.size)
+    adaptive = choose_adaptive(loaded, drafter, tree)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))

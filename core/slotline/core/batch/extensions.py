@@ -24,7 +24,7 @@ Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
 _NO_FIELD = frozenset({"bind_caches", "give_back", "outside_steps"})
-_NAMED = frozenset({"captured_inputs", "gather", "keep_states", "take_results"})
+_NAMED = frozenset({"captured_inputs", "gather", "measured", "keep_states", "take_results"})
 """Methods whose results are kept under the extension's name."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
 
@@ -51,6 +51,7 @@ class Extensions:
     leave: tuple[Callable[[Request], None], ...] = ()
     defer: tuple[Callable[[Request], bool], ...] = ()
     collect_ready: tuple[Callable[..., tuple[Sequence[Request], Sequence[tuple[Request, BaseException]]]], ...] = ()
+    measured: tuple[tuple[str, Callable[[], Any]], ...] = ()
     acquire: tuple[tuple[Callable[..., bool], Callable[[Request], None]], ...] = ()  # each with its `give_back`
     first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
     before_schedule: tuple[Callable[[Int], Sequence[tuple[int, Exception]]], ...] = ()

@@ -100,6 +100,7 @@ class DraftRunnerBuilder:
             embed=self.context.embed,
             time_point=clock_of(planned.hardware[planned.device]),
             attention=attention,
+            place=planned.place,
         )
 
     def attention(self, router: AttentionDispatcher) -> DraftAttention | None:

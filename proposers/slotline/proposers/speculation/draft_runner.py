@@ -7,7 +7,7 @@ the request loses its drafts in that step and the failure is counted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +27,7 @@ from slotline.proposers.speculation.draft_history import DraftHistory
 from slotline.proposers.speculation.draft_inputs import computed_tokens, draft_batch, following_tokens
 from slotline.proposers.speculation.draft_length_controller import DraftLengthController
 from slotline.proposers.speculation.draft_table import DraftTable
-from slotline.proposers.speculation.draft_timing import StepTimes
+from slotline.proposers.speculation.draft_timing import MeasuredStep, StepTimes
 from slotline.proposers.speculation.draft_tree import DraftTree
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
@@ -41,6 +41,7 @@ from slotline.registry.contracts import (
     Observer,
     TimePoint,
 )
+from slotline.registry.ranks import ALONE, Place
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -83,8 +84,10 @@ class DraftRunner:
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
         time_point: Callable[[], TimePoint] = HostTime,
         attention: DraftAttention | None = None,
+        place: Place = ALONE,
     ) -> None:
         self.attention = attention
+        self._place = place
         self.drafter = drafter
         self.name = name
         self.control = control
@@ -143,7 +146,10 @@ class DraftRunner:
         rows = schedule.rows
         ready = (self._caught_up[rows] == self._rows.generation[rows]) & ~self.drafts.forced[rows]
         self.observing = self.needs_computed and not (self.catches_up and decodes and bool(ready.all()))
-        self._learn()
+        if self._place.rank > 0:
+            self.measured()  # it learns what rank 0 has measured
+        elif self._place.size == 1:
+            self.learn(self.measured())
 
     def record_computed(self) -> None:
         """Record that the step's tokens are computed and observed. A proposal comes next, if any."""
@@ -354,9 +360,13 @@ class DraftRunner:
         self._rows.write_spec_tokens(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
         self._rows.num_spec_tokens[rows] = np.maximum(guesses, most)
 
-    def _learn(self) -> None:
-        """Read the times of the steps that are over by now."""
-        for step in self._times.take():
+    def measured(self) -> list[MeasuredStep]:
+        """Return the times of the steps that are over by now, once."""
+        return list(self._times.take())
+
+    def learn(self, steps: Sequence[MeasuredStep]) -> None:
+        """Take the times of steps into account."""
+        for step in steps:
             seconds, draft_seconds = step.seconds, step.draft_seconds
             if step.decodes and seconds is not None:
                 self.counts.decodes[step.drafted] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from attrs import define
+from attrs import define, frozen
 
 from slotline.core.batch.request_table import Int
 from slotline.core.device.torch_device import HostTime
@@ -54,6 +54,25 @@ class TimedStep:
         return self._computed.until(self._proposed)
 
 
+@frozen(kw_only=True)
+class MeasuredStep:
+    """Times of a step that is over.
+
+    Attributes:
+        num_tokens, drafted, decodes: as of `TimedStep`.
+        seconds: of the step without the proposal. None if it did not get that far.
+        lengths: [n] drafts of the proposal after it. None if the drafter was not called.
+        draft_seconds: of the proposal.
+    """
+
+    num_tokens: int
+    drafted: bool
+    decodes: bool
+    seconds: float | None
+    lengths: Int | None
+    draft_seconds: float | None
+
+
 class StepTimes:
     """Timer of consecutive steps. On the host, a step begins after the proposal of the previous step.
 
@@ -79,7 +98,15 @@ class StepTimes:
         if self._steps:
             self._steps[-1]._proposed, self._steps[-1].lengths = self._now(), lengths
 
-    def take(self) -> Iterator[TimedStep]:
+    def take(self) -> Iterator[MeasuredStep]:
         """Yield the finished steps that were not taken yet. The last step begun is not finished."""
         while len(self._steps) > 1 and self._steps[0].passed:
-            yield self._steps.popleft()
+            step = self._steps.popleft()
+            yield MeasuredStep(
+                num_tokens=step.num_tokens,
+                drafted=step.drafted,
+                decodes=step.decodes,
+                seconds=step.seconds,
+                lengths=step.lengths,
+                draft_seconds=step.draft_seconds,
+            )

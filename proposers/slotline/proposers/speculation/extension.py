@@ -23,6 +23,7 @@ from slotline.proposers.speculation.async_spec_decode import NAME, AsyncSpecDeco
 from slotline.proposers.speculation.build import DraftRunnerBuilder
 from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.proposers.speculation.draft_table import DraftTable
+from slotline.proposers.speculation.draft_timing import MeasuredStep
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.proposers.speculation.rejected_token_correction import make_exact
 from slotline.proposers.speculation.rejections import PLACE_WIDTH
@@ -63,6 +64,14 @@ class DraftsExtension:
     def to_json(self) -> dict[str, Any]:
         """Return the statistics, see `DraftRunner.to_json`."""
         return self.drafting.to_json()
+
+    def measured(self) -> Sequence[MeasuredStep]:
+        """Return the times of the steps that are over by now."""
+        return self.drafting.measured()
+
+    def learn(self, measured: Sequence[MeasuredStep]) -> None:
+        """Decide by these times from now on."""
+        self.drafting.learn(measured)
 
     def bind_caches(self, router: AttentionDispatcher) -> DraftsExtension:
         """Return the extension whose drafter's own layers attend over these caches."""

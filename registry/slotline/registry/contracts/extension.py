@@ -85,6 +85,7 @@ FEATURE_METHODS = (
     "leave",
     "defer",
     "collect_ready",
+    "measured",
     "acquire",
     "give_back",
     "first_waiting",
@@ -348,6 +349,14 @@ class FeatureExtension(StepExtension, Protocol):
         Args:
             idle: the engine has nothing else to do, so that waiting is right.
             gives_way: returns True once another thread wants the engine.
+        """
+        ...
+
+    def measured(self) -> Any:
+        """Return what this rank has measured since the last call and decides by, nothing if it is false.
+
+        With several ranks the first one is asked before each step. What it gives, which can be pickled, goes to the
+        method `learn` of the extension on all ranks, so that they decide alike.
         """
         ...
 
