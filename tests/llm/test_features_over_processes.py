@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -32,8 +31,7 @@ PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in r
 def pair() -> Iterator[LLM]:
     llm = LLM(tensor=2, **SETTINGS)
     yield llm
-    del llm
-    gc.collect()
+    llm.close()
 
 
 @pytest.fixture(scope="module")
