@@ -22,6 +22,6 @@ class Gathered(GatheredSlots):
 descriptor = evolve(
     gathered,
     name="gathered_lora",
-    capabilities=evolve(gathered.capabilities, graph_key=True, extended=Flag(False)),
+    capabilities=evolve(gathered.capabilities, graph_key=True, extended=Flag(False), divided=Flag(False)),
     factory=Gathered,
 )

@@ -78,6 +78,19 @@ def batch_staged(run: Run) -> None:
             raise Failed(f"equal loads went to the slots {slots[0]} in one stage and {slots[1]} in the other")
 
 
+@check(Kind.LORA, "lora.batch.divided", Level.HOSTILE, needs={"divided": True}, cases=once)
+def batch_divided(run: Run) -> None:
+    """Plugins of two ranks: each reads whole adapters and adds by its part of every module, with padding at the end."""
+    embeds = bool(run.subject.capabilities.embeddings.support)
+    for rank in (0, 1):
+        with LoraWorld(run, rank=rank, embeds=embeds) as world:
+            _loaded(run, world)
+            world.check(world.names(9), f"adapters of which rank {rank} has a part")
+            world.unload("a0")
+            world.load("again", world.adapter(ranks(run.subject)[0]))
+            world.check(world.names(9), f"another adapter on rank {rank}")
+
+
 @check(Kind.LORA, "lora.batch.separate", Level.HOSTILE, cases=once)
 def batch_separate(run: Run) -> None:
     """A mixed batch gives each adapter's tokens what they get in a batch of their own, up to rounding."""

@@ -19,6 +19,7 @@ register_part_refusals(
         "extended": lambda _: (True,),
         "single": lambda _: (True,),
         "staged": lambda _: (True,),
+        "divided": lambda _: (True,),
         "batch_invariant": lambda _: (True,),
         "dora": lambda _: (True,),
         "graphs": lambda _: tuple(GraphSupport),

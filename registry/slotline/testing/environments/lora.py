@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from safetensors.torch import save_file
+from torch.nn.functional import pad
 
-from slotline.registry.contracts import LoraContext
+from slotline.registry.contracts import LoraContext, ModulePart
 from slotline.testing.check import Failed, NotApplicable, Run
 from slotline.testing.oracles.lora import Adapter, expected
 from slotline.testing.subject import Subject
@@ -41,6 +42,8 @@ class LoraWorld:
         extends: True if the model has room after its weights, and computes products with both.
         in_parts: True if it computes these products in parts.
         staged: True if the second layer's modules are in another pipeline stage, as `elsewhere`.
+        rank: which half of each module a rank of two has, outputs of some and inputs of others. -1 for whole modules.
+        parts: what it has, by module.
         batch_invariant: True if a token's contribution must be bitwise the same in any batch.
         loaded: name -> (slot, adapter).
         single: True if the last plan was for one adapter.
@@ -52,12 +55,14 @@ class LoraWorld:
     embeds: bool = False
     extends: bool = False
     staged: bool = False
+    rank: int = -1
     batch_invariant: bool = False
     max_adapters: int = 3
     max_tokens: int = 24
     max_rank: int = field(init=False)
     modules: dict[str, tuple[int, int]] = field(init=False)
     elsewhere: dict[str, tuple[int, int]] = field(init=False, factory=dict)
+    parts: dict[str, ModulePart] = field(init=False, factory=dict)
     lora: Any = field(init=False)
     loaded: dict[str, tuple[int, Adapter]] = field(init=False, factory=dict)
     planned: list[str | None] = field(init=False, factory=list)
@@ -79,6 +84,8 @@ class LoraWorld:
         if self.staged:
             self.elsewhere = {path: sizes for path, sizes in self.modules.items() if ".layers.1." in path}
             self.modules = {path: sizes for path, sizes in self.modules.items() if path not in self.elsewhere}
+        if self.rank >= 0:
+            self._divide()
         self.rng = self.run.rng
         self._generator = torch.Generator().manual_seed(self.run.seed)
         self.lora = subject.build(
@@ -86,6 +93,7 @@ class LoraWorld:
                 contract=1,
                 modules=dict(self.modules),
                 elsewhere=dict(self.elsewhere),
+                parts=dict(self.parts),
                 embeddings=(EMBEDDING,) if self.embeds else (),
                 extend=self._extend if self.extends else None,
                 batch_invariant=self.batch_invariant,
@@ -96,6 +104,28 @@ class LoraWorld:
                 dtype=self.dtype,
             )
         )
+
+    def _divide(self) -> None:
+        """Leave each module the half of its inputs or outputs that a rank of two has, the last number padding."""
+        for number, (path, (inner, outer)) in enumerate(self.modules.items()):
+            size = outer if number % 2 and path != EMBEDDING else inner
+            half = size // 2 + 1
+            places = torch.arange(self.rank * half, min((self.rank + 1) * half, size))
+            of_outputs = number % 2 and path != EMBEDDING
+            which = {"outputs": places} if of_outputs else {"inputs": places}
+            self.parts[path] = ModulePart(in_features=inner, out_features=outer, **which)
+            self.modules[path] = (inner, half) if of_outputs else (half, outer)
+
+    def _own(self, adapter: Adapter) -> Adapter:
+        """Return what the rank has of an adapter."""
+        weights = dict(adapter.weights)
+        for module, part in self.parts.items():
+            if module in weights:
+                (a, b), (inner, outer) = weights[module], self.modules[module]
+                a = a if part.inputs is None else a[:, part.inputs]
+                b = b if part.outputs is None else b[part.outputs]
+                weights[module] = pad(a, (0, inner - a.shape[1])), pad(b, (0, 0, 0, outer - b.shape[0]))
+        return evolve(adapter, weights=weights)
 
     def __enter__(self) -> LoraWorld:
         return self
@@ -122,6 +152,7 @@ class LoraWorld:
         Without `modules` it has all modules, those elsewhere included.
         """
         weights, every = {}, {**self.modules, **self.elsewhere}
+        every |= {path: (part.in_features, part.out_features) for path, part in self.parts.items()}
         for module in every if modules is None else modules:
             inner, outer = every[module]
             scale = size * rank**0.5 / (alpha * inner**0.5)
@@ -156,7 +187,7 @@ class LoraWorld:
         taken = {other for other, _ in self.loaded.values()}
         if not isinstance(slot, int) or not 0 <= slot < self.max_adapters or slot in taken:
             raise Failed(f"load({name!r}) returned {slot!r}; wanted 0 to {self.max_adapters - 1}, not in {taken}")
-        self.loaded[name] = slot, adapter
+        self.loaded[name] = slot, self._own(adapter)
         return slot
 
     def unload(self, name: str) -> None:

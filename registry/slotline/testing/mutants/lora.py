@@ -83,6 +83,12 @@ class KnowsItsOwnAlone(PaddedSlots):
             self.context = context
 
 
+class FirstPartForAll(PaddedSlots):
+    def part(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner, outer = self.context.modules[module]
+        return a[:, :inner], b[:outer]
+
+
 class OrderByNumber(PaddedSlots):
     def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
         if len(inputs) == 1 or module in self.context.embeddings:
@@ -297,6 +303,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("first-alone", "keeps the first adapter that was alone in a step", Level.HOSTILE, KeepsTheFirstAlone),
     _mutant("stays-single", "takes every step behind one of one adapter for such", Level.HOSTILE, StaysSingle),
     _mutant("own-alone", "refuses an adapter with modules in other stages", Level.HOSTILE, KnowsItsOwnAlone),
+    _mutant("first-part", "gives every rank the first one's part", Level.HOSTILE, FirstPartForAll),
     _mutant("order-by-number", "sums in an order that hangs on the number of tokens", Level.HOSTILE, OrderByNumber),
     _mutant("first-plan", "keeps a plan until a longer one comes", Level.HOSTILE, KeepsTheFirstPlan),
     _mutant("empty-plan", "fails on a step without tokens", Level.HOSTILE, NoEmptyPlan),

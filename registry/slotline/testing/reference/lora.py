@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.nn.functional import pad
 
 from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
 from slotline.registry.contracts import LoraCapabilities, LoraContext
@@ -172,6 +173,7 @@ class PaddedSlots:
         """Return the tensors by module."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         sizes = {**self.context.modules, **self.context.elsewhere}
+        sizes |= {module: (part.in_features, part.out_features) for module, part in self.context.parts.items()}
         for key, tensor in tensors.items():
             module, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             part = part.replace("_embedding", "") if module in self.context.embeddings else part
@@ -184,7 +186,17 @@ class PaddedSlots:
             wanted = {"lora_A": (rank, inner), "lora_B": (outer, rank)}
             if shapes != wanted:
                 raise RequestError(f"{path}: {module} has the shapes {shapes}, wanted {wanted}")
-        return {m: (parts["lora_A"], parts["lora_B"]) for m, parts in found.items() if m in self.context.modules}
+        own = {m: (parts["lora_A"], parts["lora_B"]) for m, parts in found.items() if m in self.context.modules}
+        return {module: self.part(module, *pair) for module, pair in own.items()}
+
+    def part(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a rank has of a module's weights, with zeros as padding."""
+        part = self.context.parts.get(module)
+        if part is None:
+            return a, b
+        inner, outer = self.context.modules[module]
+        own = a if part.inputs is None else a[:, part.inputs], b if part.outputs is None else b[part.outputs]
+        return pad(own[0], (0, inner - own[0].shape[1])), pad(own[1], (0, 0, 0, outer - own[1].shape[0]))
 
 
 class GatheredSlots(PaddedSlots):
@@ -232,6 +244,7 @@ def _capabilities(graphs: GraphSupport) -> LoraCapabilities:
         extended=Flag(True),
         single=Flag(True),
         staged=Flag(True),
+        divided=Flag(True),
         batch_invariant=Flag(True),
     )
 
