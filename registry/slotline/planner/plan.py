@@ -285,7 +285,7 @@ def _negotiated(
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter)
-    refuse_beside_ranks(loaded, facts, place)
+    refuse_beside_ranks(loaded, facts, place, source.format)
     refuse_beside_replicas(loaded)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()

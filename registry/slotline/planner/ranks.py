@@ -86,8 +86,11 @@ def inspect_shard(
     return family.inspect(whole.path, **look, shard=shard)  # type: ignore[call-arg]
 
 
-def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place) -> None:
+def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, load_format: str) -> None:
     """Refuse features that do not work over several ranks.
+
+    Args:
+        load_format: form that the weights are read in.
 
     Raises:
         NegotiationError: with every reason.
@@ -103,6 +106,8 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place) -
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
+    if load_format == "sharded" and place.layout.tensor > 1:
+        texts.append(f"{facts.path} has weights that were saved after the passes of one rank")
     if facts.modalities:
         texts.append(f"{facts.architecture} takes inputs besides text")
     if texts:

@@ -117,3 +117,13 @@ def test_a_cut_inside_a_group_is_refused_by_name(plain: Path, tmp_path: Path) ->
     odd = tiny_models.build("llama", tmp_path / "odd", num_hidden_layers=2)  # 96 intermediate numbers
     with pytest.raises(NegotiationError, match=r"down_proj, int4 in groups of 32, .* 48 inputs, and 32 share a scale"):
         over_ranks(odd, **{"weights.quantize": "int4"})
+
+
+def test_weights_of_ranks_are_neither_saved_nor_read_as_saved(plain: Path, tmp_path: Path) -> None:
+    ranks = over_ranks(plain)
+    with pytest.raises(ModelError, match="divided among 2 ranks, and each has a part"):
+        ranks.llms[0].save_weights(tmp_path / "part")
+    ranks.close()
+    engine(plain, optimize=True).save_weights(tmp_path / "saved")
+    with pytest.raises(NegotiationError, match="saved after the passes of one rank"):
+        over_ranks(tmp_path / "saved")

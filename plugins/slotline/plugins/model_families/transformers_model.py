@@ -28,6 +28,7 @@ from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
+from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
 
 if TYPE_CHECKING:
@@ -199,6 +200,11 @@ class DecoderModel:
 
     def save_weights(self, folder: Path) -> None:
         """See `slotline.registry.contracts.model_family.SavingModel.save_weights`."""
+        if self._context.shard is not None:
+            raise ModelError(
+                f"the weights are divided among {self._context.shard.size} ranks, and each has a part of them",
+                fix="save them from an engine with parallel.tensor = 1",
+            )
         saved_model.save(Path(folder), self._origin, self._tensors, self._context, lambda other: self._load(other)[0])
 
     def _adaptable(self) -> Adaptation:
