@@ -1,12 +1,12 @@
 """Which of transformers' architectures can be divided among the ranks of a tensor group, and whether they stay equal.
 
-    OMP_NUM_THREADS=1 python benchmarks/tensor_sweep.py [llama qwen3_5 ...] [--tensor 2 4] [--page]
+    OMP_NUM_THREADS=1 python benchmarks/tensor_sweep.py [llama qwen3_5 ...] [--tensor 2 4] [--experts 2] [--page]
 
 Without names it takes all of `MODEL_FOR_CAUSAL_LM_MAPPING`, in some minutes. Each model type gets the small random
 checkpoint of `families_sweep.py`. The whole model and its parts are loaded as an engine loads them, passes included,
 the parts as threads of one process. Two prompts, one in two chunks, and eight greedy tokens each go through both in one
 batch. EQUAL means equal tokens, logits within 0.01 % of the largest, and bitwise equal logits on all ranks. --page
-writes the table of docs/model-families.md.
+writes the table of docs/model-families.md. --experts lets the ranks share experts whole, with so many copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import families_sweep
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slotline.plugins.model_families.tensor_parallel import threads
@@ -95,9 +95,10 @@ def _prompt(length: int, vocab: int) -> list[int]:
     return torch.randint(min(5, vocab - 1), vocab, (length,), generator=generator).tolist()
 
 
-def parts(path: Path, size: int, **settings: Any) -> list[Said]:
-    """Return what each of `size` ranks says."""
-    return threads.run(size, lambda shard, communicator: say(load(path, shard, communicator, **settings)))
+def parts(path: Path, size: int, copies: int | None = None, **settings: Any) -> list[Said]:
+    """Return what each of `size` ranks says. With `copies`, they share experts whole, and so many are redundant."""
+    shared: dict[str, Any] = {} if copies is None else {"experts": True, "redundant_experts": copies}
+    return threads.run(size, lambda shard, ranks: say(load(path, evolve(shard, **shared), ranks, **settings)))
 
 
 def difference(whole: Said, ranks: Sequence[Said]) -> str:
@@ -113,11 +114,11 @@ def difference(whole: Said, ranks: Sequence[Said]) -> str:
     return "" if first.tokens == whole.tokens else "other tokens"
 
 
-def verdict(path: Path, size: int) -> tuple[str, str]:
+def verdict(path: Path, size: int, copies: int | None = None) -> tuple[str, str]:
     """Return EQUAL, DIFF or REFUSED, with notes or the reason."""
     whole = say(load(path))
     try:
-        ranks = parts(path, size)
+        ranks = parts(path, size, copies)
     except NegotiationError as error:
         return "REFUSED", error.message
     wrong = difference(whole, ranks)
@@ -126,7 +127,9 @@ def verdict(path: Path, size: int) -> tuple[str, str]:
     return ("DIFF", wrong) if wrong else ("EQUAL", "; ".join((share, *notes)))
 
 
-def verdicts(model_type: str, architecture: str, sizes: Sequence[int]) -> Mapping[int, tuple[str, str]]:
+def verdicts(
+    model_type: str, architecture: str, sizes: Sequence[int], copies: int | None = None
+) -> Mapping[int, tuple[str, str]]:
     """Return the verdict of each size. UNSERVED is what one rank does not run either."""
     path = Path(tempfile.mkdtemp(prefix="sweep-"))
     try:
@@ -138,7 +141,7 @@ def verdicts(model_type: str, architecture: str, sizes: Sequence[int]) -> Mappin
         found = {}
         for size in sizes:
             try:
-                found[size] = verdict(path, size)
+                found[size] = verdict(path, size, copies)
             except SlotlineError as error:
                 found[size] = ("ERROR", error.message)
             except Exception as error:
@@ -154,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types, by default all")
     parser.add_argument("--tensor", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--experts", type=int, metavar="COPIES", help="share experts whole, with so many copies")
     arguments = parser.parse_args()
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)
@@ -161,7 +165,7 @@ def main() -> None:
         for name in arguments.names or names:
             architecture = names[name] if isinstance(names[name], str) else names[name][0]
             started = time.perf_counter()
-            for size, (word, reason) in verdicts(name, architecture, arguments.tensor).items():
+            for size, (word, reason) in verdicts(name, architecture, arguments.tensor, arguments.experts).items():
                 seconds = time.perf_counter() - started
                 print(f"{seconds:5.1f} {word:8} {name:22} {size} {architecture:34} {reason[:300]}", flush=True)
 

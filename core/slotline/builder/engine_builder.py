@@ -44,6 +44,7 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
+from slotline.planner.experts import with_experts
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import shard_of
 from slotline.registry.attribution import BuiltPlugins, names_plugins
@@ -296,7 +297,7 @@ class EngineBuilder:
             progress=config.observability.progress,
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
-            shard=shard_of(planned.place),
+            shard=with_experts(planned.loaded, shard_of(planned.place)),
             communicator=build_communicator(planned, self.ranks),
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"

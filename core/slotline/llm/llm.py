@@ -23,7 +23,9 @@ from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
 from slotline.ranks.front import Front, end_front, engine_of, start_front
+from slotline.ranks.ranked_engine import RankedEngine
 from slotline.ranks.replica_front import ReplicaFront
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
@@ -123,6 +125,20 @@ class LLM:
             ModelError: if the weights are missing or do not fit. The old ones stay.
         """
         self.front.reload_weights(self._weights)
+
+    @known_options
+    def rebalance_experts(self) -> BalanceReport:
+        """Place the experts of mixtures among the ranks by the tokens that they had since the last time.
+
+        Captured graphs and unfinished requests go on. `parallel.rebalance_steps` does the same between steps.
+
+        Raises:
+            RequestError: if the tokens of experts are not counted, or with `parallel.data` above 1.
+        """
+        engine = self.engine
+        if not isinstance(engine, RankedEngine):
+            raise RequestError(NOT_COUNTED, fix=COUNT)
+        return engine.rebalance_experts()
 
     @known_options
     def save_weights(self, folder: str | Path) -> None:

@@ -26,6 +26,7 @@ _SHORT = {
     "data_parallel_size": "parallel.data",
     "tensor": "parallel.tensor",
     "tensor_parallel_size": "parallel.tensor",
+    "expert": "parallel.expert",
 }
 
 

@@ -17,6 +17,7 @@ from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
+from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport, ExpertBalance
 from slotline.ranks.group import RankGroup, waits_in
 from slotline.ranks.links import Link, Links
 from slotline.ranks.messages import pickled
@@ -42,6 +43,7 @@ class RankedEngine(Engine):
         group: all ranks. None until `connect`.
         links: rank 0's connections, None on other ranks.
         link: another rank's connection, None on rank 0.
+        balance: places experts. None without counted experts.
         log: pickled calls that the other ranks have not been told. None if they are made on all ranks alike.
         end: ends the other ranks. It may be called again.
     """
@@ -49,6 +51,7 @@ class RankedEngine(Engine):
     group: RankGroup | None = field(default=None, init=False)
     links: Links | None = field(default=None, init=False)
     link: Link | None = field(default=None, init=False)
+    balance: ExpertBalance | None = field(default=None, init=False)
     log: list[bytes] | None = field(default=None, init=False)
     end: Callable[[], Any] = field(default=lambda: None, init=False)
     _told: bool = field(default=False, init=False)
@@ -146,7 +149,27 @@ class RankedEngine(Engine):
                 self._learn_alike()
             with self._in_step():
                 self._send(STEP if not self.log else pickle.dumps(self.log))
-                return super().step()
+                result = super().step()
+                if self.balance is not None:
+                    self.balance.after_step()
+                return result
+
+    @exclusive
+    def rebalance_experts(self) -> BalanceReport:
+        """Place the experts of all ranks by the tokens that they had. Requests may be unfinished.
+
+        Raises:
+            RequestError: if the tokens of experts are not counted.
+            RankError: if a rank has failed.
+        """
+        self._refuse_failed()
+        balance = self.balance
+        if balance is None:
+            raise RequestError(NOT_COUNTED, fix=COUNT)
+        self._note(self._entry("rebalance_experts"))
+        with interrupts_later(), self._in_step():
+            self._send(pickle.dumps([*(self.log or ()), b""]))
+            return balance.rebalance()
 
     @exclusive
     def queue_deferred(self, told: Sequence[tuple[str, bool]]) -> None:
@@ -214,9 +237,9 @@ class RankedEngine(Engine):
             if not entry:
                 return  # the last call was no step
             name, given, options = pickle.loads(entry)
-            if name == "reload_weights":
+            if name in ("reload_weights", "rebalance_experts"):
                 with suppress(Exception):  # told to rank 0
-                    self.reload_weights(*given, **options)
+                    getattr(self, name)(*given, **options)
             else:
                 getattr(self, name)(*given, **options)
         with suppress(Exception):  # told to rank 0

@@ -19,6 +19,7 @@ from slotline.builder.engine_builder import build_engine
 from slotline.core.engine.engine import Engine
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
+from slotline.ranks.expert_balance import build_expert_balance
 from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place, waits_in
 from slotline.ranks.launch import Launched, start_others
 from slotline.ranks.links import Link, Links
@@ -87,6 +88,7 @@ def build_rank(
         torch.set_num_threads(max(1, torch.get_num_threads() // planned.place.layout.size))
     engine = build_engine(planned.loaded, group, RankedEngine, planned)
     assert isinstance(engine, RankedEngine)
+    engine.balance = build_expert_balance(planned, engine.runner.model)
     engine.connect(group, links, link, logged=logged)
     return engine
 

@@ -25,6 +25,7 @@ from slotline.planner.component_selection import (
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
 from slotline.planner.drafter import draft_layers
+from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.kv_connector import choose_connector, refuse_connector
@@ -126,6 +127,7 @@ class Planned:
         load_format: form that the weights are read in: ``hf``, ``sharded`` or ``dummy``.
         place: this process among the ranks of the engine.
         communicator: joins the ranks.
+        expert_placement: places the experts that ranks share.
     """
 
     loaded: LoadedConfig
@@ -161,6 +163,7 @@ class Planned:
     load_format: str = "hf"
     place: Place = ALONE
     communicator: CommunicatorChoice = CommunicatorChoice()
+    expert_placement: PlacementChoice = PlacementChoice()
 
     @property
     def device(self) -> str:
@@ -205,6 +208,7 @@ class Planned:
             self.response_parser.descriptor,
             self.lora,
             self.connector,
+            self.expert_placement.descriptor,
         )
         for descriptor in (*backends, *states, *caches, *self.processors, *self.extensions, *filter(None, parts)):
             self.options(descriptor)
@@ -259,7 +263,7 @@ def _negotiated(
         weight_format = choose_format(loaded, registry, path, family_descriptor, saved=source.quantized)
     looked = source.look if weight_format is None else {"quantized": True, **source.look}
     whole = family.inspect(path, **looked)
-    facts = inspect_shard(family, family_descriptor, whole, looked, place)
+    facts = inspect_shard(loaded, family, family_descriptor, whole, looked, place)
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
@@ -340,6 +344,7 @@ def _negotiated(
     rank = partial(registry.hooks.rank_candidates, device=info)
     plan = negotiate(request, attention, specs, states, rank)
     communicator = choose_communicator(loaded, registry, info, place, plan.dtype)
+    expert_placement = choose_expert_placement(loaded, registry, info, whole)
     weights = None
     if weight_format is not None:
         weights = choose_weights(loaded, registry, info, facts, weight_format, plan, stages.stages[-1].device, whole)
@@ -395,6 +400,8 @@ def _negotiated(
         plan = with_weights(plan, loaded, registry, weights)
     if communicator.part is not None:
         plan = evolve(plan, settings=(*plan.settings, *communicator.settings)).with_parts(communicator.part)
+    if expert_placement.part is not None:
+        plan = evolve(plan, settings=(*plan.settings, *expert_placement.settings)).with_parts(expert_placement.part)
     plan = evolve(plan, inline_plugins=loaded.inline_files, notes=(*plan.notes, *model_notes(facts)))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
@@ -434,6 +441,7 @@ def _negotiated(
         load_format=source.format,
         place=place,
         communicator=communicator,
+        expert_placement=expert_placement,
     )
     planned.check_options()
     return planned

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.planner.component_selection import device_need, texts_of
+from slotline.planner.experts import refuse_experts, with_experts
 from slotline.registry.capability import GraphSupport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
@@ -65,7 +66,12 @@ def shard_of(place: Place) -> Shard | None:
 
 
 def inspect_shard(
-    family: ModelFamily, descriptor: Descriptor[Any], whole: ModelFacts, look: Mapping[str, Any], place: Place
+    loaded: LoadedConfig,
+    family: ModelFamily,
+    descriptor: Descriptor[Any],
+    whole: ModelFacts,
+    look: Mapping[str, Any],
+    place: Place,
 ) -> ModelFacts:
     """Return the facts of a rank's part of a model.
 
@@ -76,7 +82,8 @@ def inspect_shard(
     Raises:
         NegotiationError: if the family or the model cannot be divided among so many ranks.
     """
-    shard = shard_of(place)
+    refuse_experts(loaded, whole, descriptor)
+    shard = with_experts(loaded, shard_of(place))
     if shard is None:
         return whole
     if refusal := descriptor.capabilities.tensor.refusal(shard.size):

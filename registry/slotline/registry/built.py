@@ -113,6 +113,7 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             protocol=contracts.Communicator,
             attributes={"rank": _always, "size": _always},
         ),
+        Kind.EXPERT_PLACEMENT: BuiltContract(protocol=contracts.ExpertPlacement),
     }
 )
 """By kind; the objects that factories make."""

@@ -33,6 +33,7 @@ class Kind(StrEnum):
     EXPERTS = "experts"
     WEIGHT_FORMAT = "weight_format"
     COMMUNICATOR = "communicator"
+    EXPERT_PLACEMENT = "expert_placement"
 
     @property
     def entry_point_group(self) -> str:

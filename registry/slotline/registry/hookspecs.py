@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         CommunicatorCapabilities,
         DeviceCapabilities,
         DrafterCapabilities,
+        ExpertPlacementCapabilities,
         ExpertsCapabilities,
         ExtensionCapabilities,
         KVConnectorCapabilities,
@@ -200,6 +201,15 @@ def slotline_communicator() -> Iterable[Descriptor[CommunicatorCapabilities]]:
 
     The factory gets a `CommunicatorContext` and returns a `Communicator`, on every rank once for each group.
     Contract 1, `slotline.registry.contracts.communicator`.
+    """
+
+
+@hookspec
+def slotline_expert_placement() -> Iterable[Descriptor[ExpertPlacementCapabilities]]:
+    """Offer expert placements: which rank has which experts of a mixture.
+
+    The factory gets an `ExpertPlacementContext` and returns an `ExpertPlacement`, once for each engine. Contract 1,
+    `slotline.registry.contracts.expert_placement`.
     """
 
 

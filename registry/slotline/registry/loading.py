@@ -31,6 +31,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.EXPERTS: "ExpertsCapabilities",
         Kind.WEIGHT_FORMAT: "WeightFormatCapabilities",
         Kind.COMMUNICATOR: "CommunicatorCapabilities",
+        Kind.EXPERT_PLACEMENT: "ExpertPlacementCapabilities",
     }
 )
 
@@ -53,6 +54,7 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.EXPERTS: "name another in weights.experts",
         Kind.WEIGHT_FORMAT: "name it under [plugins] block, if another reads the checkpoint",
         Kind.COMMUNICATOR: "name another in parallel.communicator",
+        Kind.EXPERT_PLACEMENT: "name another in parallel.expert_placement",
     }
 )
 """What to do about a plugin that cannot be built."""

@@ -86,7 +86,7 @@ def build(context: ModelContext, load: Load) -> Built:
         hf_model.encoder = encoder.to(parts[0].device)
     if joined is not None:
         assert context.communicator is not None
-        install(hf_model, joined, context.communicator)
+        install(hf_model, joined, context.communicator, fused=context.optimize)
     parts_of_rank = {} if joined is None else joined.parts
     return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed), parts_of_rank)
 

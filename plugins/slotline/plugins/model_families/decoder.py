@@ -133,6 +133,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         by_inspection=Flag(True),
         load_formats=Set(("hf", "sharded", "dummy")),
         tensor=Max(),
+        experts=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -29,6 +29,7 @@ from slotline.plugins.model_families import (
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.plugins.model_families.tensor_parallel.division import divide
+from slotline.plugins.model_families.tensor_parallel.expert_parallel import numbers_of_experts
 from slotline.plugins.model_families.unknown_values import UnknownValues
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts, Shard
@@ -192,6 +193,7 @@ class _Seen:
     default_max_model_len: int | None
     vocab_size: int
     hidden_size: int
+    mixtures: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -225,7 +227,7 @@ def look_at(found: Checkpoint, shard: Shard | None = None) -> _Seen:
 def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
-    vocab_size = structure.vocab_size(model)
+    vocab_size, mixtures = structure.vocab_size(model), numbers_of_experts(model)
     notes = () if look.shard is None else divide(model, look.shard).notes
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
@@ -240,6 +242,7 @@ def _seen(look: _Look) -> _Seen:
         vocab_size=vocab_size,
         hidden_size=structure.hidden_size(model),
         notes=notes,
+        mixtures=mixtures,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,15 @@ from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
+from slotline.plugins.model_families.tensor_parallel.expert_moves import SharedMixtures
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
 
 
@@ -206,6 +209,23 @@ class DecoderModel:
                 fix="save them from an engine with parallel.tensor = 1",
             )
         saved_model.save(Path(folder), self._origin, self._tensors, self._context, lambda other: self._load(other)[0])
+
+    def expert_loads(self) -> Sequence[torch.Tensor]:
+        """See `slotline.registry.contracts.model_family.MixtureModel.expert_loads`."""
+        return self._mixtures.loads()
+
+    def expert_placements(self) -> Sequence[np.ndarray[Any, Any]]:
+        """See `slotline.registry.contracts.model_family.MixtureModel.expert_placements`."""
+        return self._mixtures.placements()
+
+    def place_experts(self, placements: Sequence[np.ndarray[Any, Any]]) -> int:
+        """See `slotline.registry.contracts.model_family.MixtureModel.place_experts`."""
+        return self._mixtures.place(placements)
+
+    @property
+    def _mixtures(self) -> SharedMixtures:
+        assert self._context.communicator is not None
+        return SharedMixtures(self.hf_model, self._context.communicator)
 
     def _adaptable(self) -> Adaptation:
         """Linear layers of the model, found on first use."""

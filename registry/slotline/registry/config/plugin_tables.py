@@ -36,6 +36,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.EXPERTS: "experts",
         Kind.WEIGHT_FORMAT: "weight_format",
         Kind.COMMUNICATOR: "communicator",
+        Kind.EXPERT_PLACEMENT: "expert_placement",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""

@@ -197,6 +197,27 @@ class ParallelConfig:
         validator=at_least(1),
         metadata=_doc("replicas of the whole model, each with devices and a cache of its own, behind one front"),
     )
+    expert: int = field(
+        default=1,
+        validator=at_least(1),
+        metadata=_doc("ranks that share the experts of each mixture, whole ones; 1 divides each expert by `tensor`"),
+    )
+    redundant_experts: int = field(
+        default=0,
+        validator=at_least(0),
+        metadata=_doc("copies of experts in each mixture beyond one of each, for experts with many tokens"),
+    )
+    expert_placement: str = field(
+        default="auto", metadata=_doc("expert_placement plugin that says which rank has which experts; 'auto' chooses")
+    )
+    expert_loads: bool = field(
+        default=False, metadata=_doc("count the tokens of each expert, which `LLM.rebalance_experts` needs")
+    )
+    rebalance_steps: int = field(
+        default=0,
+        validator=at_least(0),
+        metadata=_doc("steps after which experts are placed anew by the tokens that they had; 0 never does"),
+    )
     communicator: str = field(
         default="auto", metadata=_doc("communicator plugin for collectives among ranks; 'auto' chooses")
     )
@@ -577,4 +598,7 @@ class Config:
     )
     communicator: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each communicator's own options")
+    )
+    expert_placement: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each expert placement's own options")
     )

@@ -55,6 +55,11 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
+from slotline.registry.contracts.expert_placement import (
+    ExpertPlacement,
+    ExpertPlacementCapabilities,
+    ExpertPlacementContext,
+)
 from slotline.registry.contracts.experts import Experts, ExpertsCapabilities, ExpertsContext
 from slotline.registry.contracts.extension import (
     ExtensionCapabilities,
@@ -194,6 +199,9 @@ __all__ = [
     "DrafterInspection",
     "Drawn",
     "Exchange",
+    "ExpertPlacement",
+    "ExpertPlacementCapabilities",
+    "ExpertPlacementContext",
     "Experts",
     "ExpertsCapabilities",
     "ExpertsContext",

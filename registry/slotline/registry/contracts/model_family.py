@@ -17,6 +17,7 @@ from slotline.registry.contracts.weights import ModelWeights, WeightModule
 from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from slotline.registry.contracts.lora import ModulePart
@@ -104,6 +105,7 @@ class ModelFamilyCapabilities:
             are `SavingModel`s.
         tensor: most ranks among which `load` can divide a model's layers. `inspect` takes `shard` then, and gives the
             facts of a rank's part.
+        experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
     """
 
     architectures: Set[str]
@@ -120,6 +122,7 @@ class ModelFamilyCapabilities:
     by_inspection: Flag = Flag(False)
     load_formats: Set[str] = Set(("hf",))
     tensor: Max = Max(1)
+    experts: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -129,10 +132,17 @@ class Shard:
     Attributes:
         rank: its place in the group.
         size: number of ranks.
+        experts: mixtures are divided by whole experts, and the loaded model is a `MixtureModel`. Otherwise each rank
+            has a part of each expert.
+        redundant_experts: copies of experts that all ranks have together, beyond one of each.
+        count_experts: the model counts the tokens of each expert.
     """
 
     rank: int
     size: int
+    experts: bool = False
+    redundant_experts: int = 0
+    count_experts: bool = False
 
 
 @frozen(kw_only=True)
@@ -232,6 +242,7 @@ class ModelFacts:
             Longer sequences may be refused when the model is loaded.
         host_copies: number of times that a forward pass copies data from the host into a device tensor. These copies
             wait and cannot be captured in a graph.
+        mixtures: number of experts of each mixture whose experts ranks can share, in order.
     """
 
     architecture: str
@@ -253,6 +264,7 @@ class ModelFacts:
     default_max_model_len: int | None = None
     weight_modules: tuple[WeightModule, ...] = ()
     notes: tuple[str, ...] = ()
+    mixtures: tuple[int, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -376,6 +388,36 @@ class SavingModel(Model, Protocol):
 
         Raises:
             ModelError: if this model cannot be saved, or the folder cannot be written.
+        """
+        ...
+
+
+class MixtureModel(Model, Protocol):
+    """Protocol of a model whose mixtures' experts are shared by the ranks of its context's communicator.
+
+    All ranks call the same methods between the same steps. The slots of the ranks are those of
+    `slotline.registry.contracts.expert_placement`. `reload_weights` places experts as `load` does.
+    """
+
+    def expert_loads(self) -> Sequence[torch.Tensor]:
+        """Return the tokens of each expert since the last call over all ranks, [experts] int64 for each mixture.
+
+        Called only with `Shard.count_experts`. Tokens that fill up a batch are counted too.
+        """
+        ...
+
+    def expert_placements(self) -> Sequence[np.ndarray[Any, Any]]:
+        """Return the expert of each slot, [slots] int64 in host memory for each mixture."""
+        ...
+
+    def place_experts(self, placements: Sequence[np.ndarray[Any, Any]]) -> int:
+        """Move experts among the ranks until each slot has its expert. No address changes.
+
+        Args:
+            placements: as `expert_placements` will return them from now on, the same on all ranks.
+
+        Returns:
+            The number of experts that came from other ranks to this one.
         """
         ...
 

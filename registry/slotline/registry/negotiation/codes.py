@@ -397,8 +397,15 @@ _ALL = (
         "N119",
         _R,
         "number of ranks",
-        "The communicator joins fewer ranks than were asked for.",
-        "Name another communicator, or ask for fewer ranks.",
+        "The communicator joins fewer ranks than were asked for, or the expert placement divides among fewer.",
+        "Name another plugin, or ask for fewer ranks.",
+    ),
+    _code(
+        "N126",
+        _R,
+        "redundant experts",
+        "The expert placement does not place copies of experts.",
+        "Name another one in `parallel.expert_placement`, or set `parallel.redundant_experts = 0`.",
     ),
     # --- choice
     _code(
@@ -645,6 +652,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "activations": "N117",
         "bias": "N117",
         "max_ranks": "N119",
+        "redundant": "N126",
     }
 )
 """Which code a refusal by a capability carries; N179 for those not listed."""

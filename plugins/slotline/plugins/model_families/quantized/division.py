@@ -15,6 +15,7 @@ from torch import nn
 
 from slotline.plugins.model_families import checkpoint
 from slotline.plugins.model_families.quantized import load
+from slotline.plugins.model_families.tensor_parallel import expert_parallel
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.tensor_parallel.parts import Cuts, Taken
@@ -43,6 +44,7 @@ def divide_quantized(model: nn.Module, context: ModelContext) -> Joined:
     plain = _hollow(model, weights, context)
     joined = divide(model, context.shard)
     load.replace(model, weights, getattr(torch, context.dtype))
+    _share_experts(model, weights, joined, context)
     source = _Source(weights, joined.cuts, plain)
     for names in load.products(weights, merge=load.merges(context)):
         planned = weights.modules[names[0]]
@@ -51,6 +53,17 @@ def divide_quantized(model: nn.Module, context: ModelContext) -> Joined:
         else:
             load.hold_linears(model, names, [source.linear(name) for name in names], context.device)
     return joined
+
+
+def _share_experts(model: nn.Module, weights: ModelWeights, joined: Joined, context: ModelContext) -> None:
+    """Tell slots of experts which experts the rank has."""
+    assert context.shard is not None
+    for name in joined.mixtures:
+        if name in weights.modules:
+            module: Any = model.get_submodule(name)
+            module.num_experts = weights.modules[name].module.experts
+            experts = joined.cuts[name]["down_proj"].size
+            expert_parallel.tables(module, experts, context.shard, torch.device(context.device))
 
 
 def _hollow(model: nn.Module, weights: ModelWeights, context: ModelContext) -> Plain:
@@ -100,10 +113,12 @@ class _Source:
         if self.weights.online:
             both, down = (self._quantized(name, "experts", place) for place in (0, 1))
         else:
-            both, down = load.read_experts(self.weights.format, planned.module)
             whole = evolve(planned, module=_whole(planned.module, first))
+            both, down = load.read_experts(self.weights.format, whole.module)
             load.check(both, whole, planned.module.stored)
             load.check(down, whole, planned.module.stored, transposed=True)
+        if first is not None and first.dim == 0:
+            return _experts(both, first.places), _experts(down, first.places)
         both = both if first is None else _take(both, -2, first, name)
         return both, down if second is None else _take(down, -1, second, name)
 
@@ -116,9 +131,24 @@ def _whole(module: WeightModule, taken: Taken | None) -> WeightModule:
     """Return a module with the sizes of the whole model."""
     if taken is None:
         return module
+    if module.experts and taken.dim == 0:
+        return evolve(module, experts=taken.size)
     if module.experts or taken.dim == 0:
         return evolve(module, out_features=taken.size)
     return evolve(module, in_features=taken.size)
+
+
+def _experts(weight: QuantizedWeight, places: torch.Tensor) -> QuantizedWeight:
+    """Return the weights of some experts."""
+
+    def some(tensor: torch.Tensor | None) -> Any:
+        if tensor is None or tensor.dim() == 0 or tensor.shape[0] != weight.codes.shape[0]:
+            return tensor
+        bytes_ = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # of eight bits, as they are
+        return bytes_.index_select(0, places).view(tensor.dtype)
+
+    found: dict[str, Any] = {n: some(getattr(weight, n)) for n in ("codes", "scales", "offsets", "input_scale")}
+    return evolve(weight, **found)
 
 
 def _take(weight: QuantizedWeight, dim: int, taken: Taken, name: str) -> QuantizedWeight:

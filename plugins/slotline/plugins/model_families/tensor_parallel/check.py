@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from slotline.plugins.model_families import self_check, trial_runs
 from slotline.plugins.model_families.checkpoint import Checkpoint
@@ -32,10 +33,13 @@ def check(found: Checkpoint, shard: Shard) -> str:
         NegotiationError: naming the first layer and position that differ.
     """
     sizes = (4, 2) if shard.size % 4 == 0 else (2,)
-    return self_check.kept(found, lambda: _compare(found, sizes), f" on {sizes[0]} ranks")
+    shared = " with whole experts" if shard.experts else ""
+    return self_check.kept(
+        found, lambda: _compare(found, sizes, experts=shard.experts), f" on {sizes[0]} ranks{shared}"
+    )
 
 
-def _compare(found: Checkpoint, sizes: tuple[int, ...]) -> str:
+def _compare(found: Checkpoint, sizes: tuple[int, ...], *, experts: bool) -> str:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -43,7 +47,7 @@ def _compare(found: Checkpoint, sizes: tuple[int, ...]) -> str:
         said = ""
         for size in sizes:
             try:
-                traces = _of_ranks(found, reference, texts, size)
+                traces = _of_ranks(found, reference, texts, size, experts=experts)
             except NegotiationError as error:
                 said = said or error.message
                 continue
@@ -65,9 +69,11 @@ def _refusal(said: str, found: Checkpoint) -> NegotiationError:
     )
 
 
-def _of_ranks(found: Checkpoint, reference: Any, texts: list[Any], size: int) -> list[trial_runs.Trace]:
+def _of_ranks(
+    found: Checkpoint, reference: Any, texts: list[Any], size: int, *, experts: bool
+) -> list[trial_runs.Trace]:
     @torch.no_grad()
     def run(shard: Shard, communicator: Communicator) -> list[trial_runs.Trace]:
-        return trial_runs.ours(found, reference, texts, shard, communicator)
+        return trial_runs.ours(found, reference, texts, evolve(shard, experts=experts), communicator)
 
     return threads.run(size, run)[0]

@@ -13,20 +13,28 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.tensor_parallel import norms
+from slotline.plugins.model_families.tensor_parallel.expert_routing import SameTokens
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.registry.contracts.communicator import Communicator
 
 __all__ = ["Joined", "install"]
 
 
-def install(hf_model: nn.Module, joined: Joined, communicator: Communicator) -> None:
-    """Let the modules' outputs be joined."""
+def install(hf_model: nn.Module, joined: Joined, communicator: Communicator, *, fused: bool = False) -> None:
+    """Let the modules' outputs be joined.
+
+    Args:
+        fused: whether our kernels may be used.
+    """
     for name in joined.summed:
         hf_model.get_submodule(name).register_forward_hook(partial(_sum, communicator))
     for name, (start, end) in joined.embeddings.items():
         _VocabularyPart(start, end, communicator).attach(hf_model.get_submodule(name))
     for name, size in joined.gathered.items():
         hf_model.get_submodule(name).register_forward_hook(partial(_gather, communicator, size))
+    for name in joined.mixtures:
+        module: Any = hf_model.get_submodule(name)
+        module.forward = SameTokens(module, communicator, fused=fused)
     norms.connect(hf_model.get_submodule, joined.joining, communicator)
 
 

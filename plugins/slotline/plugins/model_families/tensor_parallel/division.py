@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from slotline.plugins.model_families.tensor_parallel import attention, experts, mixers, mlps, parts, vocabulary
+from slotline.plugins.model_families.tensor_parallel import (
+    attention,
+    expert_parallel,
+    experts,
+    mixers,
+    mlps,
+    parts,
+    vocabulary,
+)
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.tensor_parallel.work import Work
 from slotline.registry.contracts.model_family import Shard
@@ -54,6 +62,7 @@ def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
             + "".join(f"; {note}" for note in work.joined.notes),
             fix="set parallel.tensor = 1",
         )
+    expert_parallel.refuse_none(work.joined.mixtures, shard)
     vocabulary.divide(work, hf_model)
     work.joined.cuts = parts.collect(hf_model)
     work.joined.parts = parts.module_parts(hf_model, work.joined.cuts)

@@ -1,4 +1,4 @@
-"""Division of mixtures of experts: each rank has a part of every expert's intermediate numbers."""
+"""Division of mixtures: each rank has a part of every expert's intermediate numbers, or some experts whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slotline.plugins.model_families.tensor_parallel import mlps
+from slotline.plugins.model_families.tensor_parallel import expert_parallel, mlps
 from slotline.plugins.model_families.tensor_parallel.pieces import Cut, Section, halves, only_first, plain, rescale
 from slotline.plugins.model_families.tensor_parallel.work import UnknownPartError, Work, parameters_of
 
@@ -58,6 +58,11 @@ def divide(work: Work, name: str, module: Any) -> None:
 
 
 def _divide(work: Work, name: str, module: Any) -> bool:
+    if work.shard.experts and expert_parallel.is_mixture(module):
+        expert_parallel.own(module, name, work.shard)
+        work.joined.mixtures.append(name)
+        work.finish(module)
+        return True
     try:
         (_divide_dbrx if _is_dbrx(module) else _divide_experts)(work, name, module)
     except UnknownPartError as unknown:

@@ -21,6 +21,7 @@ class Joined:
         gathered: output projections by the number of all their outputs. Each rank gives as many, the last ones padding.
         joining: modules of ours that call the communicator themselves.
         whole: modules that each rank has whole, with the reason.
+        mixtures: whose experts the ranks share, in order.
         divided: number of layers that were divided.
         cuts: what a rank has of tensors.
         parts: what a rank has of linear layers and embeddings, by path.
@@ -31,6 +32,7 @@ class Joined:
     gathered: dict[str, int] = field(factory=dict)
     joining: list[str] = field(factory=list)
     whole: dict[str, str] = field(factory=dict)
+    mixtures: list[str] = field(factory=list)
     divided: int = 0
     cuts: Cuts = field(factory=dict)
     parts: Mapping[str, ModulePart] = field(factory=dict)

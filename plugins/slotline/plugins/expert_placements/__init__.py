@@ -1,0 +1,1 @@
+"""Expert placements: which rank has which experts of a mixture."""

@@ -1,0 +1,123 @@
+"""Forward of a mixture whose experts are on several ranks, in the place of the experts module's own.
+
+- `SameTokens`: all ranks have the same tokens, as in a tensor group. Each adds what its experts give, and the sum over
+  the ranks behind the mixture, or behind the block that adds shared experts, joins it. Nothing is sent.
+- `GatheredTokens`: each rank has as many tokens of its own. All ranks gather all tokens, add what their experts give,
+  and each gets the sums of its own tokens. Shapes do not hang on the routing, so it can be captured in a graph.
+- `ExchangedTokens`: each rank has any number of tokens of its own. Each token goes to the ranks of its experts alone,
+  and their sums come back. The host waits for the numbers of tokens, so it cannot be captured. A room of fixed size for
+  each rank would need no such wait, but tokens beyond it would have to be dropped, which changes the output.
+
+Experts of other ranks cost nothing in the product: transformers' forms skip a token whose expert has the number behind
+the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slotline.plugins.model_families.tensor_parallel.expert_product import sums_of
+from slotline.registry.contracts.communicator import Communicator
+
+
+class SameTokens:
+    """Mixture whose tokens are the same on all ranks.
+
+    Attributes:
+        same_tokens: whether they are.
+    """
+
+    same_tokens = True
+
+    def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
+        self._module, self._communicator = module, communicator
+        self._sums = sums_of(module, fused=fused)
+        loads = getattr(module, "slotline_loads", None)
+        self._one = None if loads is None else torch.ones((), dtype=torch.int64, device=loads.device)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sums of the chosen experts' outputs [tokens, hidden_size]. Here what this rank's give.
+
+        Args:
+            hidden_states: [tokens, hidden_size].
+            top_k_index: [tokens, k] int64, the experts of each token among all.
+            top_k_weights: [tokens, k].
+        """
+        self.count(top_k_index)
+        return self.own_sums(hidden_states, top_k_index, top_k_weights)
+
+    def own_sums(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what this rank's experts add to the sums [tokens, hidden_size]."""
+        own = entries(self._module.slotline_local, top_k_index)
+        return self._sums(hidden_states, own, top_k_weights)
+
+    def count(self, top_k_index: torch.Tensor) -> None:
+        """Count the tokens of each expert, if that is wanted."""
+        if self._one is not None:
+            chosen = top_k_index.reshape(-1)
+            self._module.slotline_loads.scatter_add_(0, chosen, self._one.expand_as(chosen))
+
+
+class GatheredTokens(SameTokens):
+    """Mixture whose ranks have as many tokens each, which all of them gather."""
+
+    same_tokens = False
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `SameTokens`. The sums are whole. The number of tokens is the same on all ranks."""
+        self.count(top_k_index)
+        gather = self._communicator.all_gather
+        given = (gather(one.contiguous()) for one in (hidden_states, top_k_index, top_k_weights))
+        return self._communicator.reduce_scatter(self.own_sums(*given))
+
+
+class ExchangedTokens(SameTokens):
+    """Mixture whose ranks send each token to the ranks of its experts."""
+
+    same_tokens = False
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `SameTokens`. The sums are whole. The number of tokens may be 0, and another one on each rank."""
+        self.count(top_k_index)
+        ranks, slots = self._communicator.size, self._module.num_experts
+        places = entries(self._module.slotline_places, top_k_index)  # [tokens, k]
+        goes = torch.zeros(ranks, len(places), dtype=torch.bool, device=places.device)
+        goes.scatter_(0, (places // slots).T, True)
+        to, token = goes.nonzero(as_tuple=True)  # in order of the ranks
+        sent, received = self._numbers(goes)
+        parts = (hidden_states, places, top_k_weights)
+        started = [self._communicator.all_to_all(part[token], sent, received) for part in parts]
+        given, there, weights = (one.finish() for one in started)
+        own = there - self._communicator.rank * slots
+        own = own.masked_fill_((own < 0) | (own >= slots), slots)
+        sums = self._sums(given, own, weights) if len(given) else given
+        back = self._communicator.all_to_all(sums.contiguous(), received, sent).finish()
+        joined = back.new_zeros(ranks, *hidden_states.shape)  # added in order of the ranks
+        joined[to, token] = back
+        return joined.sum(0)
+
+    def _numbers(self, goes: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return the numbers of tokens for each rank, and from each rank."""
+        sent = goes.sum(1)
+        ones = [1] * self._communicator.size
+        received = self._communicator.all_to_all(sent, ones, ones).finish()
+        both: list[list[int]] = torch.stack((sent, received)).tolist()
+        return both[0], both[1]
+
+
+def entries(table: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
+    """Return the entries [tokens, k] of the chosen experts in a table [experts, w], those of a token's turn."""
+    if table.shape[1] == 1:
+        return table[:, 0][top_k_index]
+    turn = torch.arange(top_k_index.shape[0], device=table.device)[:, None] % table.shape[1]
+    return table[top_k_index, turn]
