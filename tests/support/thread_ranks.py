@@ -212,7 +212,7 @@ class ThreadRanks:
         told: Any = Told(group)
         engine.connect(group, None if rank else told, told if rank else None, logged=False)
         llm = object.__new__(LLM)
-        llm.loaded, llm.engine, llm.submitter, llm._weights = loaded, engine, Submitter(engine), None
+        llm.loaded, llm.front, llm.submitter, llm._weights = loaded, engine, Submitter(engine), None
         return llm
 
     def _all(self, call: Callable[[int], R]) -> list[R]:
