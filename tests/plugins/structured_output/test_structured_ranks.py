@@ -68,7 +68,7 @@ def test_a_request_waits_until_rank_0_has_its_grammar(ranks: ThreadRanks) -> Non
         ranks.each(lambda llm: llm.engine.step())
     assert ranks.same(lambda llm: [one.request_id for one in llm.engine.scheduler.running]) == ["free"]
     gate.set()
-    ranks.llms[0].engine.extension("structured_output").compiler._pool.submit(int).result()
+    ranks.llms[0].engine.extension("structured_output").compiler._waiting["held"][1].result()
     ranks.each(lambda llm: llm.engine.step())
     assert ranks.same(lambda llm: [one.request_id for one in llm.engine.scheduler.running]) == ["free", "held"]
     ranks.each(lambda llm: [llm.engine.abort(name) for name in ("free", "held")])
