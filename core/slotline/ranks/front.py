@@ -15,6 +15,7 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.front_requests import SentRequest
+from slotline.ranks.launchers import refuse_replicas_elsewhere
 from slotline.ranks.replica_front import FrontHandOut, ReplicaFront
 from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.reports import Load, load_of
@@ -46,6 +47,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
             f"parallel.data = {loaded.config.parallel.data} under torchrun, which starts the ranks of one engine",
             fix="start the front without torchrun, since it starts its replicas itself",
         )
+    refuse_replicas_elsewhere(loaded)
     planned = make_plan(loaded, place=Place(layout=layout_of(loaded)))  # its errors are said before anything starts
     log_warnings(planned)
     tokenizer, facts = load_tokenizer(planned), planned.facts

@@ -81,13 +81,7 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
         ConfigError: if the configuration cannot be sent to another process.
         RankError: if they cannot be started.
     """
-    try:
-        sent = pickled(loaded)
-    except Exception as error:
-        raise ConfigError(
-            f"this configuration cannot be sent to other processes: {one_line(error)}",
-            fix="write the settings into a TOML file, with plugins by name",
-        ) from error
+    sent = packed(loaded)
     wait = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
     store.set(CONFIG, sent.hex())
@@ -138,6 +132,21 @@ def start_programs(
         ) from error
     assert isinstance(context, SubprocessContext)
     return Launched(context, name, first)
+
+
+def packed(loaded: LoadedConfig) -> bytes:
+    """Return a configuration as it is sent to other processes.
+
+    Raises:
+        ConfigError: if it cannot be sent.
+    """
+    try:
+        return pickled(loaded)
+    except Exception as error:
+        raise ConfigError(
+            f"this configuration cannot be sent to other processes: {one_line(error)}",
+            fix="write the settings into a TOML file, with plugins by name",
+        ) from error
 
 
 def exit_text(code: int) -> str:

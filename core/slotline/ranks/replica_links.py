@@ -23,12 +23,11 @@ from typing import Any
 import psutil
 from attrs import define, field
 
-from slotline.ranks.launch import Launched, start_programs
+from slotline.ranks.launch import Launched, packed, start_programs
 from slotline.ranks.messages import pickled
 from slotline.ranks.reports import ADDRESS, NUMBER, Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
 from slotline.registry.config import LoadedConfig
-from slotline.registry.errors import ConfigError, RankError, SlotlineError
-from slotline.registry.loading import one_line
+from slotline.registry.errors import RankError, SlotlineError
 
 _LOOK = 0.5
 """Seconds between two looks at processes that have not connected."""
@@ -91,7 +90,7 @@ class ReplicaLinks:
         self._told = threading.Event()
         self._answers: dict[int, tuple[ReplicaLink, Future[Any]]] = {}
         self._number = 0
-        data, key = _pickled(loaded), secrets.token_bytes(32)
+        data, key = packed(loaded), secrets.token_bytes(32)
         with Listener(None, backlog=self._parallel.data, authkey=key) as listener:
             self._launched = (start or start_processes)(loaded, pickle.dumps((listener.address, key)).hex())
             try:
@@ -331,16 +330,6 @@ def start_processes(loaded: LoadedConfig, address: str) -> Launched:
         for number in range(count)
     }
     return start_programs("slotline.ranks.replica", environments, "replica", 0)
-
-
-def _pickled(loaded: LoadedConfig) -> bytes:
-    try:
-        return pickled(loaded)
-    except Exception as error:
-        raise ConfigError(
-            f"this configuration cannot be sent to other processes: {one_line(error)}",
-            fix="write the settings into a TOML file, with plugins by name",
-        ) from error
 
 
 def _shut(connection: Connection) -> None:

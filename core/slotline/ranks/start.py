@@ -21,7 +21,7 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.expert_balance import build_expert_balance
 from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place, waits_in
-from slotline.ranks.launch import Launched, start_others
+from slotline.ranks.launchers import Launcher, Others, choose_launcher, start_ranks
 from slotline.ranks.links import Link, Links
 from slotline.ranks.logs import log_as
 from slotline.ranks.ranked_engine import RankedEngine
@@ -40,7 +40,7 @@ _running: list[ref[RankedEngine]] = []
 
 
 def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
-    """Build an engine. With several ranks, start those that torchrun has not started.
+    """Build an engine. With several ranks, start those that torchrun has not started, by `parallel.launcher`.
 
     Under torchrun every rank runs the same program and gets the same outputs. Otherwise this process is rank 0, and the
     others do what it is asked to do.
@@ -52,16 +52,16 @@ def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
         SlotlineError: of the kind that fits. No process is left then.
         SystemExit: in a process that only follows rank 0, once rank 0 has ended.
     """
-    layout = layout_of(loaded)
+    layout, launcher = layout_of(loaded), choose_launcher(loaded) if first is None else "local"
     own = Place(layout=layout, local_rank=first or 0)
     if first is None and is_left_to_rank_0():
         refuse_other_size(layout, int(os.environ["WORLD_SIZE"]))
     if layout.size == 1:
         return build_engine(loaded, planned=make_plan(loaded, place=own)) if first else build_engine(loaded)
     _refuse_second()
-    place = launched_place(layout) if first is None else None
+    place = launched_place(layout) if launcher == "torchrun" else None
     if place is None:
-        return _lead(loaded, own)
+        return _lead(loaded, own, launcher)
     return _follow(loaded, place) if follows_rank_0() else _start_launched(loaded, place, logged=is_left_to_rank_0())
 
 
@@ -85,7 +85,8 @@ def build_rank(
         SlotlineError: of the kind that fits.
     """
     if planned.on_host:
-        torch.set_num_threads(max(1, torch.get_num_threads() // planned.place.layout.size))
+        here = planned.place.size // planned.loaded.config.parallel.nodes
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
     engine = build_engine(planned.loaded, group, RankedEngine, planned)
     assert isinstance(engine, RankedEngine)
     engine.balance = build_expert_balance(planned, engine.runner.model)
@@ -93,14 +94,18 @@ def build_rank(
     return engine
 
 
-def _lead(loaded: LoadedConfig, place: Place) -> RankedEngine:
+def _lead(loaded: LoadedConfig, place: Place, launcher: Launcher) -> RankedEngine:
     """Build the engine of rank 0, and start the other ranks for it."""
     parallel = loaded.config.parallel
     planned = make_plan(loaded, place=place)  # its errors are said before anything starts
-    launched, store = start_others(place, loaded, parallel.start_timeout)
+    started = start_ranks(launcher, planned, parallel.start_timeout)
+    launched, store = started.others, started.store
     group = links = None
     try:
-        links = Links(store, place, parallel.timeout, parallel.start_timeout)
+        if started.place != place:
+            place = started.place
+            planned = make_plan(loaded, place=place)
+        links = Links(store, place, parallel.timeout, parallel.start_timeout, started.host)
         links.on_failure(launched.end)
         links.accept(launched.ended)
         links.await_planned()
@@ -184,7 +189,7 @@ def _cause(error: BaseException, links: Links | None, group: RankGroup | None) -
     return error
 
 
-def _end(launched: Launched, links: Links | None, group: RankGroup | None, patience: float = 0.0) -> None:
+def _end(launched: Others, links: Links | None, group: RankGroup | None, patience: float = 0.0) -> None:
     """End the other ranks, which rank 0 started."""
     if links is not None:
         links.close()

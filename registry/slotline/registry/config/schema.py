@@ -218,6 +218,16 @@ class ParallelConfig:
         validator=at_least(0),
         metadata=_doc("steps after which experts are placed anew by the tokens that they had; 0 never does"),
     )
+    nodes: int = field(
+        default=1, validator=at_least(1), metadata=_doc("machines of the ranks, each with as many of them")
+    )
+    launcher: Literal["auto", "local", "torchrun", "ray"] = field(
+        default="auto",
+        metadata=_doc(
+            "what starts the other ranks: 'local' this process, on this machine; 'torchrun' has started them; 'ray' "
+            "as actors; 'auto' is torchrun in its processes, else local for one node and ray for several"
+        ),
+    )
     communicator: str = field(
         default="auto", metadata=_doc("communicator plugin for collectives among ranks; 'auto' chooses")
     )
