@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 from attrs import evolve
 
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
+from slotline.plugins.context_shards.ranks import RankShards
 from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
@@ -27,28 +31,13 @@ def compare(
     torch.manual_seed(0)
     descriptor = PluginRegistry.discover().load(Kind.ATTENTION, backend, required=True)
     offer = descriptor.capabilities
-    layer = AttentionLayer(
-        name="one", index=0, num_heads=4, num_kv_heads=2, head_size=64, head_size_v=64, scale=0.125, sinks=sinks
-    )
+    layer = _layer(4, 2, sinks=sinks)
     size = SIZE if offer.kernel_block_sizes.refusal(SIZE) is None else 256
     lens = np.array([query for query, _ in requests])
     keys = np.array([total for _, total in requests])
     columns = -(-int(keys.max()) // (size * num_shards)) * num_shards
     num_blocks = len(requests) * columns // num_shards + 1
-    context = AttentionContext(
-        contract=1,
-        layers=(layer,),
-        device=device,
-        dtype=str(dtype).removeprefix("torch."),
-        kv_dtype=str(dtype).removeprefix("torch."),
-        block_size=size * num_shards,
-        kernel_block_size=size,
-        layout=offer.layouts.options[0],
-        max_query_len=64,
-        max_requests=8,
-        max_tokens=128,
-        max_model_len=1024,
-    )
+    context = _context(layer, device, dtype, size, num_shards, offer.layouts.options[0])
     build: Any = resolve_factory(descriptor)
     whole, (query, key, value) = _cache(context, num_blocks * num_shards), torch.randn(3, lens.sum(), 4, 64).unbind()
     query, key, value = (part.to(device, dtype) for part in (query, key[:, :2], value[:, :2]))
@@ -81,10 +70,115 @@ def compare(
     return float((want - got).abs().max()), float((want_lse - got_lse).abs().max())
 
 
+def compare_ranks(
+    backend: str, requests: list[tuple[int, int]], num_ranks: int, *, sinks: bool
+) -> list[tuple[float, float]]:
+    """The largest differences of output and natural LSE, for the two heads that each rank has of a layer with one KV
+    head. The ranks are threads."""
+    torch.manual_seed(0)
+    descriptor = PluginRegistry.discover().load(Kind.ATTENTION, backend, required=True)
+    offer, build = descriptor.capabilities, resolve_factory(descriptor)
+    lens = np.array([query for query, _ in requests])
+    keys = np.array([total for _, total in requests])
+    columns = -(-int(keys.max()) // (SIZE * num_ranks)) * num_ranks
+    num_blocks = len(requests) * columns // num_ranks + 1
+    one = _context(_layer(2, 1, sinks=sinks), "cpu", torch.float32, SIZE, num_ranks, offer.layouts.options[0])
+    all_heads = evolve(one, layers=(_layer(2 * num_ranks, 1, sinks=sinks),))
+    whole = _cache(one, num_blocks * num_ranks)
+    query = torch.randn(lens.sum(), 2 * num_ranks, 64)
+    key, value = torch.randn(2, lens.sum(), 1, 64).unbind()
+    logits = torch.randn(2 * num_ranks) if sinks else None
+    batch = _batch(lens, keys, columns, num_blocks, num_ranks, SIZE, "cpu")
+    parts = [KVCache(*(part[rank::num_ranks].clone() for part in whole)) for rank in range(num_ranks)]
+
+    def attend(backend: Any, layer: AttentionLayer, cache: KVCache, heads: slice) -> tuple[Any, Any]:
+        plan, out = backend.plan(batch), torch.empty_like(query[:, heads])
+        if not offer.writes_cache:
+            backend.write(layer, key, value, cache, plan)
+        own = None if logits is None else logits[heads]
+        return out, backend.forward(layer, query[:, heads].contiguous(), key, value, cache, plan, out, own)
+
+    def rank_shards(group: Any) -> tuple[Any, Any]:
+        shard = build(evolve(all_heads, block_size=SIZE, max_requests=128, max_query_len=1))
+        scratch = _cache(one, 24)
+        ranked = RankShards(group, shard, build(one), scratch, "cpu", SIZE, offer.lse_base, offer.writes_cache)
+        return attend(ranked, one.layers[0], parts[group.rank], slice(2 * group.rank, 2 * group.rank + 2))
+
+    want, want_lse = attend(build(all_heads), all_heads.layers[0], whole, slice(None))
+    want_lse = want_lse * (1.0 if offer.lse_base == "e" else float(np.log(2)))
+    return [
+        (
+            float((out - want[:, 2 * rank : 2 * rank + 2]).abs().max()),
+            float((lse - want_lse[2 * rank : 2 * rank + 2]).abs().max()),
+        )
+        for rank, (out, lse) in enumerate(_at_once(num_ranks, rank_shards))
+    ]
+
+
+class _Thread:
+    """Communicator of a rank that is a thread."""
+
+    def __init__(self, rank: int, size: int, given: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._given, self._barrier = rank, size, given, barrier
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        assert x.is_contiguous()
+        self._given[self.rank] = x.clone()
+        self._barrier.wait()
+        found = list(self._given)
+        self._barrier.wait()
+        return found
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return torch.cat(self._all(x), dim)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._all(x)).sum(0).chunk(self.size)[self.rank]
+
+
+def _at_once(size: int, run: Callable[[Any], Any]) -> list[Any]:
+    """What a function returns on each rank."""
+    given, barrier = [None] * size, threading.Barrier(size, timeout=60)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, [_Thread(rank, size, given, barrier) for rank in range(size)]))
+
+
+def _layer(num_heads: int, num_kv_heads: int, *, sinks: bool) -> AttentionLayer:
+    return AttentionLayer(
+        name="one",
+        index=0,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=64,
+        head_size_v=64,
+        scale=0.125,
+        sinks=sinks,
+    )
+
+
+def _context(
+    layer: AttentionLayer, device: str, dtype: torch.dtype, size: int, num_shards: int, layout: str
+) -> AttentionContext:
+    return AttentionContext(
+        contract=1,
+        layers=(layer,),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(dtype).removeprefix("torch."),
+        block_size=size * num_shards,
+        kernel_block_size=size,
+        layout=layout,
+        max_query_len=64,
+        max_requests=8,
+        max_tokens=128,
+        max_model_len=1024,
+    )
+
+
 def _cache(context: AttentionContext, num_blocks: int) -> KVCache:
     """A cache of random keys, in the physical order that was negotiated."""
-    by_head = context.layout == "HND"
-    inner = (2, context.kernel_block_size) if by_head else (context.kernel_block_size, 2)
+    by_head, heads = context.layout == "HND", context.layers[0].num_kv_heads
+    inner = (heads, context.kernel_block_size) if by_head else (context.kernel_block_size, heads)
     memory = torch.randn(num_blocks, 2, *inner, 64).to(context.device, getattr(torch, context.dtype))
     keys, values = (part.transpose(1, 2) if by_head else part for part in memory.unbind(1))
     return KVCache(keys, values)

@@ -35,17 +35,24 @@ class Ranks(Protocol):
         ...
 
 
-def build_communicator(planned: Planned, ranks: Ranks | None) -> Communicator | None:
-    """Join the tensor group of this rank. Return None for one rank."""
+def build_communicator(
+    planned: Planned, ranks: Ranks | None, name: str = "tensor", members: tuple[int, ...] | None = None
+) -> Communicator | None:
+    """Join a group of this rank. Return None for one rank.
+
+    Args:
+        members: of the group, by their number in the engine. None for those of the dimension `name`.
+    """
     descriptor = planned.communicator.descriptor
-    if descriptor is None or ranks is None:
+    members = planned.place.group(name) if members is None else members
+    if descriptor is None or ranks is None or not members:
         return None
     config, place = planned.loaded.config, planned.place
     context = CommunicatorContext(
         contract=bind_contract(descriptor),
-        name="tensor",
-        ranks=place.group("tensor"),
-        rank=place.index("tensor"),
+        name=name,
+        ranks=members,
+        rank=members.index(place.rank),
         device=planned.device,
         timeout=max(config.parallel.start_timeout, 2 * config.parallel.timeout),  # the watch over ranks is sooner
         batch_invariant=config.batch_invariant,

@@ -196,6 +196,7 @@ class EngineBuilder:
             stagings=tuple(transfer_buffer_for(planned.hardware[stage.device]) for stage in planned.stages.stages),
             named={},
             checks=OutputChecks(strict=False) if config.observability.check_integrity else None,
+            context_group=build_communicator(planned, self.ranks, "decode_context", planned.shards.ranks),
         )
 
     def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:
@@ -384,7 +385,7 @@ class EngineBuilder:
         report = size_pool(
             memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
-            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices, self.planned.hardware),
+            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards, self.planned.hardware),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
             state_bytes=plan.states.slot_bytes * num_slots if plan.states else 0,

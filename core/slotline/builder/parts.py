@@ -22,7 +22,7 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import KVSpec, Model
+from slotline.registry.contracts import Communicator, KVSpec, Model
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.output_checks import OutputChecks
 from slotline.text.tokenizer import Tokenizer
@@ -66,6 +66,7 @@ class Parts:
         checks: of the outputs of backends in steps of requests. None for no checks.
         router: attention over the caches, over one block while memory is measured. None before it is built.
         memory: of the caches, once it is there.
+        context_group: joins the ranks that share the keys of requests. None if none does.
     """
 
     planned: Planned
@@ -81,6 +82,7 @@ class Parts:
     checks: OutputChecks | None = None
     router: AttentionDispatcher | None = None
     memory: CacheMemory | None = None
+    context_group: Communicator | None = None
 
     def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return one of the model's functions for calls outside of a step, see `FeatureExtension.outside_steps`."""

@@ -9,6 +9,7 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.device_inputs import DeviceInputs
+from slotline.planner.context_parallel import ContextDevices
 from slotline.planner.pipeline_parallel import Stages
 from slotline.registry.contracts import Device, KVSpec
 from slotline.registry.engine_reports import DeviceMemory
@@ -54,17 +55,17 @@ def later_feeds(
 
 
 def device_memory(
-    plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: Sequence[str], hardware: Mapping[str, Device]
+    plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: ContextDevices, hardware: Mapping[str, Device]
 ) -> list[DeviceMemory]:
     """Each device with its part of a block of the pool, before anything is measured.
 
     Args:
-        shards: devices that have a block's keys in equal parts. A single one means the devices of the stages.
+        shards: they have a block's keys in equal parts. If it is not divided, the devices of the stages have them.
     """
     block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
-    if len(shards) > 1:
-        whole = sum(block.values())
-        block = {device: whole * shards.count(device) // len(shards) for device in dict.fromkeys(shards)}
+    if shards.divided:
+        whole, devices = sum(block.values()), shards.devices
+        block = {device: whole * devices.count(device) // shards.count for device in dict.fromkeys(devices)}
     return [
         DeviceMemory(device=device, total=hardware[device].info().total_memory, block=size)
         for device, size in block.items()

@@ -1,7 +1,8 @@
-"""Context parallelism: choice of the devices over which the keys of a request are spread, and the checks for it."""
+"""Context parallelism: choice of the devices or ranks over which the keys of a request are spread, and its checks."""
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 from attrs import evolve, frozen
@@ -15,44 +16,80 @@ from slotline.registry.devices import Devices
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Need, Plan, PlanRequest, Setting
 from slotline.registry.negotiation.request import Asked
+from slotline.registry.ranks import ALONE, Place
 
 KEY = "parallel.context_shards"
-_FIX = f"remove what it cannot hold beside, or set {KEY} = 1"
+RANKS = "parallel.decode_context"
 
 
 @frozen
 class ContextDevices:
-    """Torch device string of each context shard. A single device if keys are not divided."""
+    """Context shards, on devices of this process or of one on each of several ranks.
+
+    Attributes:
+        devices: torch device string of each shard of this process. A single one if keys are not divided.
+        origin: where the configuration says so.
+        ranks: those that share keys, by their number in the engine, this one among them. Empty if it is alone.
+    """
 
     devices: tuple[str, ...]
     origin: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards."""
+        return len(self.ranks) or len(self.devices)
 
     @property
     def divided(self) -> bool:
         """Return True if there are several shards."""
-        return len(self.devices) > 1
+        return self.count > 1
 
     @property
-    def needs(self) -> tuple[Need, ...]:
+    def asked(self) -> str:
+        """Return the setting that asks for shards, with its origin."""
+        return f"{self.key} = {self.count} ({self.origin})"
+
+    @property
+    def key(self) -> str:
+        """Return the key of the setting that asks for shards."""
+        return RANKS if self.ranks else KEY
+
+    @property
+    def fix(self) -> str:
+        """Return advice for what shards cannot hold."""
+        return f"remove what it cannot hold beside, or set {self.key} = 1"
+
+    def needs(self, facts: ModelFacts) -> tuple[Need, ...]:
         """Return the capabilities that attention backends must have."""
         if not self.divided:
             return ()
-        return (Need(capability="lse", value=True, origin=f"{KEY} = {len(self.devices)} ({self.origin})"),)
+        groups = {layer.num_heads * len(self.ranks) // layer.num_kv_heads for layer in facts.layers if self.ranks}
+        return (
+            Need(capability="lse", value=True, origin=self.asked),
+            *(Need(capability="group_sizes", value=size, origin=self.asked) for size in sorted(groups)),
+        )
 
     @property
     def graphs_refusal(self) -> str | None:
         """Return the reason why no graph is captured, or None."""
         if not self.divided:
             return None
-        return f"attention over {len(self.devices)} context shards is planned from each step's own lengths"
+        return f"attention over {self.count} context shards is planned from each step's own lengths"
 
 
-def context_devices(loaded: LoadedConfig, there: Devices, stages: tuple[Device, ...]) -> ContextDevices:
+def context_devices(
+    loaded: LoadedConfig, there: Devices, stages: tuple[Device, ...], place: Place = ALONE
+) -> ContextDevices:
     """Return the devices of the shards.
 
     Raises:
-        ConfigError: if a device is missing, the first is not the model's, or the model itself is divided.
+        ConfigError: if a device is missing, the first is not the model's, the model itself is divided, or the ranks of
+            a tensor group cannot be divided.
     """
+    if loaded.config.parallel.decode_context > 1:
+        return _over_ranks(loaded, stages[0], place)
     asked, origin = loaded.config.parallel.context_shards, loaded.origins[KEY].where
     if isinstance(asked, int):
         devices = (stages[0],) if asked == 1 else first_devices(there, stages[0], asked, key=KEY)
@@ -71,16 +108,58 @@ def context_devices(loaded: LoadedConfig, there: Devices, stages: tuple[Device, 
     return ContextDevices(tuple(device.torch_device for device in (stages[0], *devices[1:])), origin)
 
 
+def _over_ranks(loaded: LoadedConfig, device: Device, place: Place) -> ContextDevices:
+    count, size = loaded.config.parallel.decode_context, place.layout.tensor
+    origin = loaded.origins[RANKS].where
+    if size % count:
+        raise ConfigError(
+            f"{RANKS} = {count} ({origin}) does not divide the {size} ranks of parallel.tensor",
+            fix=f"set {RANKS} to a divisor of {size}, or raise parallel.tensor",
+        )
+    if loaded.config.parallel.context_shards != 1:
+        raise ConfigError(f"{RANKS} = {count} ({origin}) with {KEY}", fix="remove one of the two")
+    group, first = place.group("tensor"), place.index("tensor") // count * count
+    return ContextDevices((device.torch_device,), origin, group[first : first + count])
+
+
+def _refuse_own_heads(shards: ContextDevices, whole: ModelFacts, place: Place) -> None:
+    """Refuse ranks that share keys, but do not hold the same ones.
+
+    Raises:
+        NegotiationError: with the number of ranks that do.
+    """
+    size = place.layout.tensor
+    same = gcd(*(size // gcd(size, layer.num_kv_heads) for layer in whole.layers))
+    if same % shards.count:
+        heads = ", ".join(str(count) for count in sorted({layer.num_kv_heads for layer in whole.layers}))
+        holds = f"{same} of them hold the same keys" if same > 1 else "no two of them hold the same keys"
+        raise NegotiationError(
+            f"{shards.asked}: {whole.architecture} has {heads} KV heads over {size} ranks, so that {holds}",
+            fix=f"set {RANKS} = {same}" if same > 1 else f"set {RANKS} = 1, or raise parallel.tensor",
+        )
+
+
 def refuse_context(
-    loaded: LoadedConfig, shards: ContextDevices, facts: ModelFacts, drafter: Descriptor[Any] | None
+    loaded: LoadedConfig,
+    shards: ContextDevices,
+    facts: ModelFacts,
+    drafter: Descriptor[Any] | None,
+    whole: ModelFacts,
+    place: Place,
 ) -> None:
     """Refuse shards together with features that do not support them.
+
+    Args:
+        facts: of this rank's part of the model.
+        whole: of the whole model.
 
     Raises:
         NegotiationError: with every reason.
     """
     if not shards.divided:
         return
+    if shards.ranks:
+        _refuse_own_heads(shards, whole, place)
     config, texts = loaded.config, list[str]()
     kinds = {layer.kv_kind if layer.attention_type == "decoder" else layer.attention_type for layer in facts.layers}
     if others := sorted(kinds - {"full", "mla"}):
@@ -102,16 +181,14 @@ def refuse_context(
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: it sees the blocks of one cache")
     if texts:
-        raise NegotiationError(
-            f"{KEY} = {len(shards.devices)} ({shards.origin}) cannot hold: {'; '.join(texts)}", fix=_FIX
-        )
+        raise NegotiationError(f"{shards.asked} cannot hold: {'; '.join(texts)}", fix=shards.fix)
 
 
 def for_shards(request: PlanRequest, shards: ContextDevices) -> PlanRequest:
     """Return the request without the features that shards never have."""
     if not shards.divided:
         return request
-    return evolve(request, cascade=Asked(False, KEY))
+    return evolve(request, cascade=Asked(False, shards.key))
 
 
 def with_shards(plan: Plan, loaded: LoadedConfig, shards: ContextDevices) -> Plan:
@@ -124,14 +201,16 @@ def with_shards(plan: Plan, loaded: LoadedConfig, shards: ContextDevices) -> Pla
         return plan
     if len(plan.cache_groups) != 1:
         names = ", ".join(group.name for group in plan.cache_groups) or "none"
-        raise NegotiationError(f"{KEY} ({shards.origin}): one cache group is needed, there are: {names}", fix=_FIX)
-    count = len(shards.devices)
+        raise NegotiationError(
+            f"{shards.key} ({shards.origin}): one cache group is needed, there are: {names}", fix=shards.fix
+        )
+    count, parallel = shards.count, loaded.config.parallel
+    where = f"{count} ranks of {parallel.tensor}" if shards.ranks else ", ".join(shards.devices)
     setting = Setting(
-        key=KEY,
-        asked=str(loaded.config.parallel.context_shards),
+        key=shards.key,
+        asked=str(parallel.decode_context if shards.ranks else parallel.context_shards),
         resolved=str(count),
-        origin=f"{shards.origin}: a block of the pool is {count} times {plan.block_size} tokens, in turn on "
-        f"{', '.join(shards.devices)}",
+        origin=f"{shards.origin}: a block of the pool is {count} times {plan.block_size} tokens, in turn on {where}",
         explicit=True,
     )
     return evolve(

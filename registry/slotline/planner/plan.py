@@ -249,7 +249,7 @@ def _negotiated(
     refuse_few_devices(loaded, there)
     alone = place.size == loaded.config.parallel.data == 1
     named = pipeline_devices(loaded, there) if alone else (rank_device(loaded, there, place),)
-    shards = context_devices(loaded, there, named)
+    shards = context_devices(loaded, there, named, place)
     hardware = {device.torch_device: device for device in (*there.made(), *named)}
     own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
     info = describe_devices(there, own)
@@ -288,7 +288,7 @@ def _negotiated(
         divided=bool(stages.divided),
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
-    refuse_context(loaded, shards, facts, drafter)
+    refuse_context(loaded, shards, facts, drafter, whole, place)
     refuse_beside_ranks(loaded, facts, place, source.format)
     refuse_beside_replicas(loaded)
     sampled = task == "generate"
@@ -316,7 +316,7 @@ def _negotiated(
         draft_tokens=config.drafter.tokens if drafter else 0,
         fast_prefill=fast_prefill.layers,
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
-        needs=shards.needs,
+        needs=shards.needs(facts),
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(
             setting,

@@ -89,21 +89,16 @@ class ContextShards:
 
     def plan(self, batch: AttentionBatch) -> ShardedPlan:
         """Plan all shards, and the step's own keys."""
-        count = batch.num_requests
-        starts = batch.query_start_loc_cpu[: count + 1].astype(np.int64)
-        lens = np.diff(starts)
-        before = batch.seq_lens_cpu[:count].astype(np.int64) - lens
-        several = bool((lens > 1).any())
-        of = np.repeat(np.arange(count), lens)
-        seen = np.maximum(before, 0)[of] if several else before[of] + 1
+        step = StepTokens.of(batch)
         parts: list[Any] = []
         has_keys: list[torch.Tensor | None] = []
         for index, shard in enumerate(self.shards):
-            local = local_lens(seen, index, len(self.shards), self.size)
+            local = local_lens(step.seen, index, len(self.shards), self.size)
             with device_scope(shard.device):
-                parts.append(shard.backend.plan(self._of_shard(batch, index, of, local)))
+                own = of_shard(batch, index, len(self.shards), self.size, shard.device, step.request, local)
+                parts.append(shard.backend.plan(own))
             has_keys.append(to_device(local > 0, torch.device(self.device)) if local.any() else None)
-        fresh = self.own.plan(self._of_step(batch, starts, lens)) if several else None
+        fresh = self.own.plan(of_step(batch, step, self.size)) if step.several else None
         return ShardedPlan(parts, has_keys, fresh)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: Any, plan: Any) -> None:
@@ -133,7 +128,8 @@ class ContextShards:
             if not self.writes_cache:
                 self.own.write(layer, key, value, self.scratch, plan.fresh)
             part = torch.empty_like(out)
-            found.append((part, self._lse(self.own, layer, query, key, value, self.scratch, plan.fresh, part, sinks)))
+            lse = lse_of(self.own, self.base, layer, query, key, value, self.scratch, plan.fresh, part, sinks)
+            found.append((part, lse))
             sinks = None  # it counts once, with keys that every token has
         for index, shard in enumerate(self.shards):
             has_keys, where = plan.has_keys[index], shard.device
@@ -143,8 +139,9 @@ class ContextShards:
             part = torch.empty_like(out, device=where)
             beside = sinks if index == 0 or sinks is None else None  # the first shard has every request's first key
             with device_scope(where):
-                lse = self._lse(
+                lse = lse_of(
                     shard.backend,
+                    self.base,
                     layer,
                     *tensors,
                     cache.shards[index],
@@ -155,60 +152,101 @@ class ContextShards:
             if has_keys is not None:
                 part, lse = part.to(self.device), lse.to(self.device)
                 found.append((part.where(has_keys[:, None, None], 0), lse.where(has_keys, -torch.inf)))
-        return _merge(found, out)
-
-    def _lse(self, backend: AttentionBackend, *arguments: Any) -> torch.Tensor:
-        """Run a backend's forward pass and return its LSE in base e."""
-        lse = backend.forward(*arguments)
-        assert lse is not None  # it declares one, or negotiation would have refused it
-        return lse if self.base == "e" else lse * float(np.log(2))
-
-    def _of_shard(self, batch: AttentionBatch, index: int, of: Int, local: Int) -> AttentionBatch:
-        """Build the step as a shard sees it, with tokens as requests."""
-        count, where, num_shards = len(of), torch.device(self.shards[index].device), len(self.shards)
-        table = batch.block_table[:, index::num_shards] // num_shards  # the null block stays the null block
-        if not table.shape[1]:  # no request is so long
-            table = batch.block_table.new_zeros((len(batch.block_table), 1))
-        slots = batch.slot_mapping[:count]
-        block = slots // self.size
-        mine = (slots >= 0) & (block % num_shards == index)
-        slots = torch.where(mine, block // num_shards * self.size + slots % self.size, -1)
-        lens, starts = local.astype(np.int32), np.arange(count + 1, dtype=np.int32)
-        return AttentionBatch(
-            num_requests=count,
-            num_tokens=count,
-            max_query_len=1,
-            max_seq_len=max(1, int(local.max(initial=0))),
-            query_start_loc=to_device(starts, where),
-            seq_lens=to_device(lens, where),
-            block_table=table[to_device(of, table.device)].contiguous().to(where),
-            slot_mapping=slots.to(where),
-            positions=batch.positions[:count].to(where),
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=lens,
-            num_decodes=count,
-        )
-
-    def _of_step(self, batch: AttentionBatch, starts: Int, lens: Int) -> AttentionBatch:
-        """Build the batch of only the step's own keys: request after request in the blocks of the scratch cache."""
-        blocks = -(-lens // self.size)
-        first = 1 + np.cumsum(blocks) - blocks  # after the null block
-        columns = np.arange(max(1, int(blocks.max(initial=0))))
-        table = np.where(columns < blocks[:, None], first[:, None] + columns, 0).astype(np.int32)
-        of = np.repeat(np.arange(len(lens)), lens)
-        slots = first[of] * self.size + np.arange(len(of)) - starts[of]
-        where, own = batch.seq_lens.device, lens.astype(np.int32)
-        return evolve(
-            batch,
-            max_seq_len=int(lens.max(initial=1)),
-            seq_lens=to_device(own, where),
-            block_table=to_device(table, where),
-            slot_mapping=to_device(slots, where),
-            seq_lens_cpu=own,
-        )
+        return merge(found, out)
 
 
-def _merge(found: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> torch.Tensor:
+@frozen(eq=False)
+class StepTokens:
+    """Tokens of a step.
+
+    Attributes:
+        starts: [num_requests + 1], where each request's tokens begin.
+        lens: [num_requests], tokens of each.
+        request: [num_tokens], the request of each token.
+        seen: [num_tokens], keys that each token sees in the caches: all if every request has one token, else those of
+            the steps before.
+        several: whether a request has several tokens.
+    """
+
+    starts: Int
+    lens: Int
+    request: Int
+    seen: Int
+    several: bool
+
+    @classmethod
+    def of(cls, batch: AttentionBatch) -> StepTokens:
+        """Return the tokens of a batch."""
+        count = batch.num_requests
+        starts = batch.query_start_loc_cpu[: count + 1].astype(np.int64)
+        lens = np.diff(starts)
+        before = batch.seq_lens_cpu[:count].astype(np.int64) - lens
+        several = bool((lens > 1).any())
+        of = np.repeat(np.arange(count), lens)
+        return cls(starts, lens, of, np.maximum(before, 0)[of] if several else before[of] + 1, several)
+
+
+def of_shard(
+    batch: AttentionBatch, index: int, num_shards: int, size: int, device: str, of: Int, local: Int
+) -> AttentionBatch:
+    """Build the step as a shard sees it, with tokens as requests.
+
+    Args:
+        size: tokens of a kernel block.
+        of: [num_tokens], the request of each token.
+        local: [num_tokens], keys of the shard that each token sees.
+    """
+    count, where = len(of), torch.device(device)
+    table = batch.block_table[:, index::num_shards] // num_shards  # the null block stays the null block
+    if not table.shape[1]:  # no request is so long
+        table = batch.block_table.new_zeros((len(batch.block_table), 1))
+    slots = batch.slot_mapping[:count]
+    block = slots // size
+    mine = (slots >= 0) & (block % num_shards == index)
+    slots = torch.where(mine, block // num_shards * size + slots % size, -1)
+    lens, starts = local.astype(np.int32), np.arange(count + 1, dtype=np.int32)
+    return AttentionBatch(
+        num_requests=count,
+        num_tokens=count,
+        max_query_len=1,
+        max_seq_len=max(1, int(local.max(initial=0))),
+        query_start_loc=to_device(starts, where),
+        seq_lens=to_device(lens, where),
+        block_table=table[to_device(of, table.device)].contiguous().to(where),
+        slot_mapping=slots.to(where),
+        positions=batch.positions[:count].to(where),
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens,
+        num_decodes=count,
+    )
+
+
+def of_step(batch: AttentionBatch, step: StepTokens, size: int) -> AttentionBatch:
+    """Build the batch of only the step's own keys: request after request in the blocks of the scratch cache."""
+    blocks = -(-step.lens // size)
+    first = 1 + np.cumsum(blocks) - blocks  # after the null block
+    columns = np.arange(max(1, int(blocks.max(initial=0))))
+    table = np.where(columns < blocks[:, None], first[:, None] + columns, 0).astype(np.int32)
+    slots = first[step.request] * size + np.arange(len(step.request)) - step.starts[step.request]
+    where, own = batch.seq_lens.device, step.lens.astype(np.int32)
+    return evolve(
+        batch,
+        max_seq_len=int(step.lens.max(initial=1)),
+        seq_lens=to_device(own, where),
+        block_table=to_device(table, where),
+        slot_mapping=to_device(slots, where),
+        seq_lens_cpu=own,
+    )
+
+
+def lse_of(backend: AttentionBackend, base: str, *arguments: Any) -> torch.Tensor:
+    """Run a backend's forward pass and return its LSE, which is in `base`, in base e."""
+    lse = backend.forward(*arguments)
+    assert lse is not None  # it declares one, or negotiation would have refused it
+    return lse if base == "e" else lse * float(np.log(2))
+
+
+def merge(found: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> torch.Tensor:
     """Join outputs [T, H, D] by their natural LSEs [H, T] into `out`. Return the LSE of all."""
     whole = torch.stack([lse for _, lse in found]).logsumexp(0) if found else out.new_zeros(0)
     total = torch.zeros_like(out, dtype=torch.float32)

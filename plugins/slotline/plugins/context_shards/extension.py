@@ -1,8 +1,8 @@
-"""Extension of a plan with context shards: it builds the attention backends and the caches of all shards."""
+"""Extension of a plan with context shards: it builds their attention backends and caches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import evolve
@@ -10,6 +10,7 @@ from attrs import evolve
 from slotline.builder.cache_memory import allocate_pages, bind_caches
 from slotline.builder.parts import Parts
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
+from slotline.plugins.context_shards.ranks import RankShards, wide
 from slotline.registry.contracts import AttentionBackend, AttentionContext, ExtensionContext, KVSpec
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
@@ -21,7 +22,8 @@ class ContextShardsExtension:
     def __init__(self, context: ExtensionContext) -> None:
         parts: Parts = context.parts
         self._planned = parts.planned
-        self._devices = parts.planned.shards.devices
+        self._devices, self._count = parts.planned.shards.devices, parts.planned.shards.count
+        self._group = parts.context_group
 
     def attention_backend(
         self,
@@ -45,13 +47,11 @@ class ContextShardsExtension:
         planned, size = self._planned, group.kernel_block_size
         scheduler = planned.loaded.config.scheduler
         most = max(scheduler.max_batched_tokens, scheduler.max_requests)
-        each = evolve(context, block_size=group.block_size // len(self._devices), max_requests=most, max_query_len=1)
-        shards = [Shard(build(descriptor, evolve(each, device=device)), device) for device in self._devices]
+        each = evolve(context, block_size=group.block_size // self._count, max_requests=most, max_query_len=1)
         num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
         spec, layer = spec_of(planned.plan.cache_group(group.cache_group), size), context.layers[0]
         memory = planned.hardware[context.device].zeros(num_blocks * spec.page_bytes(layer))
-        return ContextShards(
-            shards,
+        rest = (
             build(descriptor, evolve(context, block_size=size)),
             spec.bind(memory, layer, num_blocks),
             context.device,
@@ -59,9 +59,16 @@ class ContextShardsExtension:
             descriptor.capabilities.lse_base,
             descriptor.capabilities.writes_cache,
         )
+        if self._group is not None:
+            layers = tuple(wide(layer, self._count) for layer in context.layers)
+            return RankShards(self._group, build(descriptor, evolve(each, layers=layers)), *rest)
+        shards = [Shard(build(descriptor, evolve(each, device=device)), device) for device in self._devices]
+        return ContextShards(shards, *rest)
 
-    def caches(self, num_blocks: int, spec_of: Callable[[CacheGroupPlan, int], KVSpec]) -> dict[int, ShardedCache]:
+    def caches(self, num_blocks: int, spec_of: Callable[[CacheGroupPlan, int], KVSpec]) -> Mapping[int, Any]:
         """Allocate each shard's part of the cache of each layer that owns one, by the layer's index.
+
+        They are `ShardedCache`, and `KVCache` over ranks, which have one shard each.
 
         Args:
             num_blocks: of the pool.
@@ -69,11 +76,13 @@ class ContextShardsExtension:
         """
         plan = self._planned.plan
         (group,) = plan.cache_groups
-        specs = [spec_of(group, group.block_size // len(self._devices))]
+        specs = [spec_of(group, group.block_size // self._count)]
         parts = []
         for device in self._devices:
             pages = allocate_pages(plan, specs, num_blocks, lambda _layer, device=device: device, self._zeros)  # type: ignore[misc]
             parts.append(bind_caches(plan, specs, pages, num_blocks))
+        if self._group is not None:
+            return parts[0]
         return {index: ShardedCache(*cache, tuple(part[index] for part in parts)) for index, cache in parts[0].items()}
 
     def _zeros(self, count: int, device: str) -> Any:

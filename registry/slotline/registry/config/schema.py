@@ -228,6 +228,14 @@ class ParallelConfig:
             "as actors; 'auto' is torchrun in its processes, else local for one node and ray for several"
         ),
     )
+    decode_context: int = field(
+        default=1,
+        validator=at_least(1),
+        metadata=_doc(
+            "ranks of a tensor group that share the keys of each request block by block, in place of holding the same "
+            "ones: for latents, and where there are fewer KV heads than ranks"
+        ),
+    )
     communicator: str = field(
         default="auto", metadata=_doc("communicator plugin for collectives among ranks; 'auto' chooses")
     )

@@ -1,0 +1,104 @@
+"""Ranks of a tensor group that share the keys of requests: the same text, more tokens, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from context_shards_cases import DECODES, MIXED, compare_ranks
+from engine_driver import GREEDY, random_prompts, tokens_of
+from tiny_engines import DEFAULTS, everything_returned
+
+from slotline.core import LLM
+from slotline.planner.plan import make_plan
+from slotline.registry.config import load_config
+from slotline.registry.errors import ConfigError, NegotiationError
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(8, 162)]
+
+Tiny = Callable[..., Path]
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 24, "memory": "96KiB"}
+
+
+@pytest.mark.parametrize("requests", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("backend", "num_ranks"), [("torch", 2), ("cpu", 4)])
+def test_ranks_merge_to_the_attention_of_all_heads_over_all_keys(
+    backend: str, num_ranks: int, sinks: bool, requests: list[tuple[int, int]]
+) -> None:
+    for output, lse in compare_ranks(backend, requests, num_ranks, sinks=sinks):
+        assert output < 2e-6
+        assert lse < 4e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "ranks", "context"),
+    [({"num_key_value_heads": 1}, 2, 2), ({"num_key_value_heads": 2}, 4, 2)],
+    ids=["two", "pairs"],
+)
+def test_two_ranks_hold_twice_the_tokens_and_give_the_text_of_one(
+    settings: dict[str, Any], ranks: int, context: int, tiny: Tiny, greedy: Callable[[Path, list[int], int], list[int]]
+) -> None:
+    path = tiny("llama", **settings)
+    want = [greedy(path, prompt, 20) for prompt in PROMPTS]
+    whole = make_plan(load_config(values={**_values(path), "parallel.tensor": ranks}, environ={}))
+    llm = LLM(path, **SMALL, **{"parallel.tensor": ranks, "parallel.decode_context": context})
+    block = llm.plan.block_size
+    assert block == 4 * context
+    assert tokens_of(llm, PROMPTS) == want
+    again = llm.generate(PROMPTS, GREEDY)  # prefixes hit in blocks of the ranks together
+    assert [o.outputs[0].token_ids for o in again] == want
+    assert any(o.metrics.num_cached_tokens for o in again)
+    everything_returned(llm)
+    assert whole.plan.pool is not None
+    assert llm.engine.memory is not None
+    assert llm.engine.memory.num_blocks - 1 == (96 << 10) // whole.plan.pool.block_bytes  # each of twice the tokens
+    del llm
+    gc.collect()
+
+
+def _values(path: Path, **settings: Any) -> dict[str, Any]:
+    return {
+        "model": str(path),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention.backend": "torch",
+        "cache.block_size": 4,
+        "scheduler.max_model_len": 64,
+        "optimize": False,
+        **settings,
+    }
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "one rank": ({}, {"parallel.tensor": 1}, ConfigError, "does not divide the 1 ranks of parallel.tensor"),
+    "own heads": ({}, {}, NegotiationError, "has 2 KV heads over 2 ranks, so that no two of them hold the same keys"),
+    "two of four": (
+        {"num_key_value_heads": 2},
+        {"parallel.tensor": 4, "parallel.decode_context": 4},
+        NegotiationError,
+        "2 KV heads over 4 ranks, so that 2 of them hold the same keys",
+    ),
+    "in one process too": ({}, {"parallel.context_shards": 2}, ConfigError, "with parallel.context_shards"),
+    "drafter": ({"num_key_value_heads": 1}, {"drafter.name": "ngram"}, NegotiationError, "are not verified over"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranks_with_keys_of_their_own_and_what_shards_cannot_hold_are_refused(name: str, tiny: Tiny) -> None:
+    settings, parallel, error, text = REFUSED[name]
+    values = _values(tiny("llama", **settings), **{"parallel.tensor": 2, "parallel.decode_context": 2, **parallel})
+    with pytest.raises(error, match=text):
+        make_plan(load_config(values=values, environ={}))
+
+
+def test_explain_says_which_ranks_hold_a_block(tiny: Tiny) -> None:
+    values = _values(tiny("llama", num_key_value_heads=1), **{"parallel.tensor": 2, "parallel.decode_context": 2})
+    text = " ".join(make_plan(load_config(values=values, environ={})).plan.explain().split())
+    assert "parallel.decode_context 2 -> 2" in text
+    assert "a block of the pool is 2 times 4 tokens, in turn on 2 ranks of 2" in text
