@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -86,8 +85,7 @@ def test_two_nodes_give_the_text_of_one_process_and_leave_nothing(tiny: Callable
     assert places[0] == ray.get_runtime_context().get_node_id() != places[1]
     assert tokens(llm) == expected
     assert psutil.pid_exists(worker.pid)
-    del llm, worker
-    gc.collect()
+    llm.close()
     assert nothing_left()
 
 
