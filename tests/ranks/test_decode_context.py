@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from context_shards_cases import DECODES, MIXED, compare_ranks
-from engine_driver import GREEDY, random_prompts, tokens_of
+from engine_driver import random_prompts
 from tiny_engines import DEFAULTS, everything_returned
 
-from slotline.core import LLM
+from slotline.core import LLM, SamplingParams
 from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError, NegotiationError
+from slotline.registry.ranks import Place, RankLayout
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(8, 162)]
 
 Tiny = Callable[..., Path]
-PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+PROMPTS = random_prompts([3, 33, 17, 1])
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 24, "memory": "96KiB"}
 
 
@@ -37,29 +38,29 @@ def test_ranks_merge_to_the_attention_of_all_heads_over_all_keys(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "ranks", "context"),
-    [({"num_key_value_heads": 1}, 2, 2), ({"num_key_value_heads": 2}, 4, 2)],
-    ids=["two", "pairs"],
+    ("family", "settings"),
+    [("llama", {"num_key_value_heads": 1}), ("deepseek_v2", {})],  # one KV head, latents
 )
 def test_two_ranks_hold_twice_the_tokens_and_give_the_text_of_one(
-    settings: dict[str, Any], ranks: int, context: int, tiny: Tiny, greedy: Callable[[Path, list[int], int], list[int]]
+    family: str,
+    settings: dict[str, Any],
+    tiny: Tiny,
+    greedy: Callable[[Path, list[int], int], list[int]],
 ) -> None:
-    path = tiny("llama", **settings)
-    want = [greedy(path, prompt, 20) for prompt in PROMPTS]
-    whole = make_plan(load_config(values={**_values(path), "parallel.tensor": ranks}, environ={}))
-    llm = LLM(path, **SMALL, **{"parallel.tensor": ranks, "parallel.decode_context": context})
-    block = llm.plan.block_size
-    assert block == 4 * context
-    assert tokens_of(llm, PROMPTS) == want
-    again = llm.generate(PROMPTS, GREEDY)  # prefixes hit in blocks of the ranks together
+    path = tiny(family, **settings)
+    want = [greedy(path, prompt, 8) for prompt in PROMPTS]
+    whole = make_plan(load_config(values={**_values(path), "parallel.tensor": 2}, environ={}))
+    llm = LLM(path, **SMALL, **{"parallel.tensor": 2, "parallel.decode_context": 2})
+    assert llm.plan.block_size == 8
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
+    again = llm.generate(PROMPTS, PARAMS)  # prefixes hit in blocks of the ranks together
     assert [o.outputs[0].token_ids for o in again] == want
     assert any(o.metrics.num_cached_tokens for o in again)
     everything_returned(llm)
     assert whole.plan.pool is not None
     assert llm.engine.memory is not None
     assert llm.engine.memory.num_blocks - 1 == (96 << 10) // whole.plan.pool.block_bytes  # each of twice the tokens
-    del llm
-    gc.collect()
+    llm.close()
 
 
 def _values(path: Path, **settings: Any) -> dict[str, Any]:
@@ -102,3 +103,12 @@ def test_explain_says_which_ranks_hold_a_block(tiny: Tiny) -> None:
     text = " ".join(make_plan(load_config(values=values, environ={})).plan.explain().split())
     assert "parallel.decode_context 2 -> 2" in text
     assert "a block of the pool is 2 times 4 tokens, in turn on 2 ranks of 2" in text
+
+
+def test_neighbours_share_keys(tiny: Tiny) -> None:
+    values = _values(tiny("llama", num_key_value_heads=2), **{"parallel.tensor": 4, "parallel.decode_context": 2})
+    loaded = load_config(values=values, environ={})
+    places = [Place(rank=rank, layout=RankLayout(tensor=4)) for rank in range(4)]
+    plans = [make_plan(loaded, place=place) for place in places]
+    assert [planned.shards.ranks for planned in plans] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert len({planned.plan.digest for planned in plans}) == 1  # or the ranks would refuse each other
