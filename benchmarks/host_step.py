@@ -90,7 +90,7 @@ class NoAttention:
         return None
 
 
-def build(num_requests: int, steps: int) -> Engine:
+def build(num_requests: int, steps: int, engine_class: type[Engine] = Engine) -> Engine:
     """A real engine around no arithmetic, with room for requests that `measure` makes for so many steps."""
     rows = RequestTable(num_requests, MAX_MODEL_LEN)
     group = CacheGroup(0, Blocks(), BLOCK_SIZE, BLOCK_SIZE, num_requests, MAX_MODEL_LEN)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def build(num_requests: int, steps: int) -> Engine:
         [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, batch=0, layers=())], {}
     )
     gatherer = InputPreparer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192)
-    return Engine(
+    return engine_class(
         plan=None,  # type: ignore[arg-type]
         rows=rows,
         scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
@@ -144,10 +144,14 @@ def tokens_given(steps: int) -> int:
     return 2 * steps + 50
 
 
-def measure(engine: Engine, num_requests: int, steps: int, *, detokenize: bool) -> list[float]:
-    """Seconds of each decode step; as many again are profiled."""
+def measure(
+    engine: Engine, num_requests: int, steps: int, *, detokenize: bool, tokens: int | None = None
+) -> list[float]:
+    """Seconds of each decode step; as many again are profiled. Each request gets `tokens`, by default as many."""
     rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0, max_tokens=tokens_given(steps), ignore_eos=True, detokenize=detokenize)
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens or tokens_given(steps), ignore_eos=True, detokenize=detokenize
+    )
     for i in range(num_requests):
         prompt = rng.integers(3, 4000, int(rng.integers(20, LONGEST_PROMPT))).tolist()
         engine.add(str(i), prompt, params, stream=detokenize)

@@ -9,7 +9,7 @@ import time
 
 from slotline.ranks.roles import follows_rank_0, is_launched, leave_to_rank_0
 
-_PATIENCE = 3.0
+_PATIENCE = 10.0
 """Seconds in which torchrun ends a rank after an error that rank 0 has shown."""
 
 

@@ -90,12 +90,34 @@ def join_store(place: Place, store: Store, timeout: float) -> RankGroup:
         ConfigError: if this process already belongs to other ranks.
         RankError: if the others cannot be reached in time.
     """
+    refuse_other_group()
+    return _join(place, store, timeout)
+
+
+def refuse_other_group() -> None:
+    """Refuse ranks in a process that already belongs to others.
+
+    Raises:
+        ConfigError: naming what is there.
+    """
     if distributed.is_initialized():
         raise ConfigError(
             "this process already has a process group of torch.distributed",
             fix="close the other engine with ranks first, or start each in a process of its own",
         )
-    return _join(place, store, timeout)
+
+
+def refuse_without_gloo() -> None:
+    """Refuse ranks if they could not reach each other on the host.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        raise ConfigError(
+            "several ranks need torch.distributed with gloo, and this build of torch has none",
+            fix="install a build of torch that has it, as those of pytorch.org, or set the sizes of [parallel] to 1",
+        )
 
 
 def _join(place: Place, store: Store | None, timeout: float) -> RankGroup:

@@ -14,6 +14,8 @@ from typing import Any
 from attrs import define, field
 
 from slotline.core.batch.request import Request
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.batch.step_output import ForwardOutput
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
@@ -350,22 +352,27 @@ class RankedEngine(Engine):
         finally:
             link.within = False
 
+    def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
+        if self.check:  # before collectives whose sizes would differ
+            self._compare(schedule)
+        return super()._launch(schedule)
+
     def _check(self) -> None:
         super()._check()
-        self._compare_rows()
+        self._compare()
 
-    def _compare_rows(self) -> None:
-        """Compare the rows of all ranks, for the integrity checker.
+    def _compare(self, schedule: SchedulerOutput | None = None) -> None:
+        """Compare the rows of all ranks, and what they have scheduled, for the integrity checker.
 
         Raises:
             RankError: naming the first rank that differs from rank 0, and where.
         """
         assert self.group is not None
-        first, *others = self.group.gather(digest_of(self.rows))
+        first, *others = self.group.gather(digest_of(self.rows, schedule))
         wrong = next((rank for rank, other in enumerate(others, 1) if other != first), None)
         if wrong is None:
             return
-        tables = self.group.gather(tables_of(self.rows))
+        tables = self.group.gather(tables_of(self.rows, schedule))
         where = difference(tables[0], tables[wrong], wrong)
         if self.links is not None:
             self.links.watch.disagrees(wrong, where)

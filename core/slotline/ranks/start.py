@@ -20,7 +20,15 @@ from slotline.core.engine.engine import Engine
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.expert_balance import build_expert_balance
-from slotline.ranks.group import RankGroup, join_launched, join_store, launched_place, waits_in
+from slotline.ranks.group import (
+    RankGroup,
+    join_launched,
+    join_store,
+    launched_place,
+    refuse_other_group,
+    refuse_without_gloo,
+    waits_in,
+)
 from slotline.ranks.launchers import Launcher, Others, choose_launcher, start_ranks
 from slotline.ranks.links import Link, Links
 from slotline.ranks.logs import log_as
@@ -58,6 +66,7 @@ def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
         refuse_other_size(layout, int(os.environ["WORLD_SIZE"]))
     if layout.size == 1:
         return build_engine(loaded, planned=make_plan(loaded, place=own)) if first else build_engine(loaded)
+    refuse_without_gloo()
     _refuse_second()
     place = launched_place(layout) if launcher == "torchrun" else None
     if place is None:
@@ -96,6 +105,7 @@ def build_rank(
 
 def _lead(loaded: LoadedConfig, place: Place, launcher: Launcher) -> RankedEngine:
     """Build the engine of rank 0, and start the other ranks for it."""
+    refuse_other_group()
     parallel = loaded.config.parallel
     planned = make_plan(loaded, place=place)  # its errors are said before anything starts
     started = start_ranks(launcher, planned, parallel.start_timeout)

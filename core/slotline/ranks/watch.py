@@ -29,6 +29,7 @@ _CAUSE, _OWN_ERROR, _EFFECT = range(3)
 """Order of failures: the first may cause the others."""
 _ENDED = "its process has ended"
 _MEND = "all ranks have ended: mend what the error names, and build the engine again"
+_SLOW_START = "raise parallel.start_timeout if building may take that long, else mend what the stack shows"
 _SLOW = "raise parallel.timeout if steps may take that long, else mend what the stack shows, and build the engine again"
 
 
@@ -234,8 +235,11 @@ class Watch:
             done = not within and one.step >= self.step
             found.append((_Failure(_CAUSE, one.rank, one.step, "", text), waits or done))
         cause = min(found, key=lambda pair: (pair[1], pair[0].step, -pair[0].rank))[0]
-        what = f"it hangs, and the others have waited for {seconds:g} s"
-        return _Failure(_CAUSE, cause.rank, cause.step, what, cause.details, _SLOW)
+        if self.building:
+            what, fix = f"it is not ready after {seconds:g} s", _SLOW_START
+        else:
+            what, fix = f"it hangs, and the others have waited for {seconds:g} s", _SLOW
+        return _Failure(_CAUSE, cause.rank, cause.step, what, cause.details, fix)
 
     def _end(self, failure: _Failure) -> None:
         if self.closed or self.failed.is_set():

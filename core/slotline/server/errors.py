@@ -11,7 +11,7 @@ from attrs import define
 from msgspec import DecodeError, ValidationError
 
 from slotline.llm.turns import ToolsError
-from slotline.registry.errors import CapacityError, EngineFailedError, RequestError, SlotlineError
+from slotline.registry.errors import CapacityError, EngineFailedError, RankError, RequestError, SlotlineError
 
 logger = logging.getLogger("slotline.server")
 _PLACE = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -105,6 +105,8 @@ def as_http_error(error: BaseException) -> HttpError:
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "max_model_len" in error.message else "invalid_value"
         return HttpError(400, str(error), param=_param(error.message), code=code)
+    if isinstance(error, RankError):  # without the traceback
+        return HttpError(503, error.message, "server_error", code="engine_failed")
     if isinstance(error, EngineFailedError):
         return HttpError(503, str(error), "server_error", code="engine_failed")
     if isinstance(error, CapacityError):
