@@ -25,7 +25,7 @@ from slotline.testing.environments.communicator import (
 )
 from slotline.testing.environments.communicator_rank import Joined
 
-LATE = 0.3
+LATE = 0.6
 """Seconds by which a rank is late."""
 
 
