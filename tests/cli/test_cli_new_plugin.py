@@ -184,6 +184,12 @@ def test_a_new_response_parser_reads_the_calls_that_it_asks_for(tmp_path: Path, 
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["clock"]
 
 
+@pytest.mark.slow
+def test_a_new_communicator_joins_two_processes(checkpoint: str, projects: Mapping[str, Path]) -> None:
+    divided: dict[str, Any] = {"parallel.tensor": 2, "parallel.communicator": "fresh_communicator"}
+    assert tokens(checkpoint, **divided) == tokens(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -30,6 +30,7 @@ PLUGINS = {
     Kind.LOGITS_PROCESSOR: "acme_ban",
     Kind.LINEAR: "acme_codes",
     Kind.RESPONSE_PARSER: "acme_fences",
+    Kind.COMMUNICATOR: "acme_wire",
 }
 PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Reader:\n" * 4, "for", "return self._values[" * 9]
 SMALL: dict[str, Any] = {
@@ -133,12 +134,25 @@ def test_its_own_table_is_typed_by_the_plugin(built_in: list[list[int]]) -> None
         LLM(ACME / "run.toml", **SMALL, **{"logits_processors.acme_ban": {"alway": [banned]}})
 
 
-@pytest.mark.parametrize("kind", PLUGINS)
+_BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [_BY_PROCESSES if kind is Kind.COMMUNICATOR else kind for kind in PLUGINS])
 def test_it_conforms(kind: Kind) -> None:
     attribute = PLUGINS[kind].removeprefix("acme_")
     records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL)
     assert [f"{record.id} {record.case}: {record.reason}" for record in records if record.bad] == []
     assert level_reached(records) is (Level.HOSTILE if kind is Kind.RESPONSE_PARSER else Level.STATEFUL)
+
+
+@pytest.mark.slow
+def test_its_communicator_joins_two_processes_that_give_the_text_of_one(built_in: list[list[int]]) -> None:
+    llm = LLM(tensor=2, backend="torch", **SMALL, **{"parallel.communicator": "acme_wire"})
+    try:
+        assert "acme_wire" in llm.plan.explain()
+        assert tokens(llm) == built_in
+    finally:
+        llm.close()
 
 
 def test_its_parser_is_chosen_for_a_template_with_its_form_and_reads_the_calls(tmp_path: Path) -> None:

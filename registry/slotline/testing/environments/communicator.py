@@ -140,7 +140,6 @@ class GroupUnderTest:
                 return [answers[number][0] for number in range(self.size)]
             if all(not isinstance(one, Raised) or one.joined for one in answers.values()):
                 break
-            _PROCESSES.end()
         for number, answer in answers.items():  # in order of time: the first error is the cause of others
             if isinstance(answer, Raised):
                 raise Failed(f"rank {number} of {self.size}: {answer.text}\n{answer.trace}")

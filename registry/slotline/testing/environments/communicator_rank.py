@@ -125,6 +125,7 @@ def perform(task: Task) -> Any:
     try:
         distributed.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=_JOIN_TIMEOUT)
     except RuntimeError as error:
+        distributed.distributed_c10d._world.group_count = 0  # as the other ranks count
         raise NotJoined(str(error)) from error
     made: list[Communicator] = []
 

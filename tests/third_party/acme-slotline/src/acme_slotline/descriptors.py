@@ -5,6 +5,7 @@ from __future__ import annotations
 from slotline.registry import Align, Choice, ContractRange, Descriptor, Flag, Kind, Range, Set
 from slotline.registry.contracts import (
     AttentionCapabilities,
+    CommunicatorCapabilities,
     DrafterCapabilities,
     ExtensionCapabilities,
     KVSpecCapabilities,
@@ -89,6 +90,20 @@ codes = Descriptor(
     ),
     factory="acme_slotline.codes:CodeLinear",
     summary="int8 and int4: a group of inputs is added up before it meets its scale",
+)
+
+wire = Descriptor(
+    kind=Kind.COMMUNICATOR,
+    name="acme_wire",
+    contract=ContractRange(1, 1),
+    capabilities=CommunicatorCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=Set(("float32", "bfloat16", "float16")),
+        batch_invariant=Flag(True),
+        priority=-20,
+    ),
+    factory="acme_slotline.wire:Wire",
+    summary="a socket between each two ranks, and sums in order of the ranks",
 )
 
 fences = Descriptor(
