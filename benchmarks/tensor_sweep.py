@@ -114,9 +114,9 @@ def difference(whole: Said, ranks: Sequence[Said]) -> str:
     return "" if first.tokens == whole.tokens else "other tokens"
 
 
-def verdict(path: Path, size: int, copies: int | None = None) -> tuple[str, str]:
-    """Return EQUAL, DIFF or REFUSED, with notes or the reason."""
-    whole = say(load(path))
+def verdict(path: Path, size: int, whole: Said | None = None, copies: int | None = None) -> tuple[str, str]:
+    """Return EQUAL, DIFF or REFUSED, with notes or the reason. `whole` is what the whole model says, if it is known."""
+    whole = whole or say(load(path))
     try:
         ranks = parts(path, size, copies)
     except NegotiationError as error:
@@ -135,20 +135,18 @@ def verdicts(
     try:
         try:
             families_sweep.build(model_type, architecture, path)
-            load(path)
+            whole = say(load(path))
         except Exception as error:
             return {0: ("UNSERVED", f"{type(error).__name__}: {error}")}
         found = {}
         for size in sizes:
             try:
-                found[size] = verdict(path, size, copies)
+                found[size] = verdict(path, size, whole, copies)
             except SlotlineError as error:
                 found[size] = ("ERROR", error.message)
             except Exception as error:
                 found[size] = ("CRASH", f"{type(error).__name__}: {error}")
-        return {
-            size: (word, re.sub(r"\s+", " ", why.replace(str(path), "PATH"))) for size, (word, why) in found.items()
-        }
+        return {size: (word, " ".join(why.replace(str(path), "PATH").split())) for size, (word, why) in found.items()}
     finally:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -115,7 +115,7 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if load_format == "sharded" and place.layout.tensor > 1:
         texts.append(f"{facts.path} has weights that were saved after the passes of one rank")
-    if facts.modalities:
+    if facts.modalities and place.layout.pipeline > 1:
         texts.append(f"{facts.architecture} takes inputs besides text")
     if texts:
         raise NegotiationError(
