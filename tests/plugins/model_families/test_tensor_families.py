@@ -72,7 +72,7 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(settings: dict[str, Any]
 
 
 def test_three_ranks_are_as_good_as_two(tiny: Tiny) -> None:
-    path = tiny("llama", num_attention_heads=6, num_key_value_heads=3, head_dim=16)
+    path = tiny("qwen3", num_attention_heads=6, num_key_value_heads=3)
     assert tensor_sweep.verdict(path, 3)[0] == "EQUAL"
 
 
@@ -87,7 +87,7 @@ def test_three_ranks_are_as_good_as_two(tiny: Tiny) -> None:
 def test_sizes_that_do_not_divide_are_refused_in_the_plan(
     settings: dict[str, int], size: int, said: str, tiny: Tiny
 ) -> None:
-    path = tiny("llama", **settings, **({"head_dim": 16} if settings else {}))
+    path = tiny("qwen3", **settings)
     with pytest.raises(NegotiationError, match=f"(?s){said}"):
         LLM(str(path), tensor=size)
 
@@ -123,8 +123,6 @@ def test_a_model_without_a_layer_to_divide_is_refused(tiny: Tiny, monkeypatch: p
 def test_a_wrong_division_of_an_unlisted_architecture_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import families_sweep
-
     families_sweep.build("gpt_neox", "GPTNeoXForCausalLM", tmp_path)
     found, shard = checkpoint.read(tmp_path), Shard(rank=0, size=4)
     assert "4 parts of a small copy give the whole's logits" in check.check(found, shard)

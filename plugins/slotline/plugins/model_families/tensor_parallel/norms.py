@@ -86,7 +86,9 @@ def check(norm: Any, child: str, cut: Cut) -> float:
     Raises:
         UnknownPartError: if it is no such norm.
     """
-    eps = next((getattr(norm, one) for one in EPSILONS if isinstance(getattr(norm, one, None), float)), None)
+    eps: float | None = next(
+        (getattr(norm, one) for one in EPSILONS if isinstance(getattr(norm, one, None), float)), None
+    )
     weight = norm._parameters.get("weight")
     if eps is None or weight is None or weight.numel() != cut.size or "RMSNorm" not in type(norm).__name__:
         raise UnknownPartError(f"its {child} is one of all heads")
