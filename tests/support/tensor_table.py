@@ -36,7 +36,8 @@ def shown() -> dict[str, str]:
     """Return the rows of the page by family."""
     text = PAGE.read_text(encoding="utf-8")
     table = text[text.index(START) : text.index(END)]
-    return {match[1]: match[0] for match in re.finditer(r"^\| ([a-z][a-z0-9_]*) \|.*$", table, re.M)}
+    found = {match[1]: match[0] for match in re.finditer(r"^\| ([a-z][a-z0-9_]*) \|.*$", table, re.M)}
+    return {name: row for name, row in found.items() if name != COLUMNS[0]}
 
 
 def write(build: Callable[[str, Path], Path]) -> None:

@@ -21,14 +21,14 @@ from slotline.core import LLM
 from slotline.plugins.model_families import building, checkpoint, inspection
 from slotline.plugins.model_families.encoder_model import TransformersEncoder
 from slotline.plugins.model_families.speech_model import TransformersSpeech
-from slotline.plugins.model_families.tensor_parallel import attention, check, threads
+from slotline.plugins.model_families.tensor_parallel import attention, check, packed, threads
 from slotline.plugins.model_families.transformers_model import TransformersDecoder
 from slotline.plugins.model_families.vision_model import TransformersVision
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.contracts.model_family import ModelContext, Shard
-from slotline.registry.errors import NegotiationError
+from slotline.registry.errors import ModelError, NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,6 +69,21 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(settings: dict[str, Any]
     assert (word, tensor_sweep.say(tensor_sweep.load(path)).logits[0].shape[1]) == ("EQUAL", settings["vocab_size"]), (
         reason
     )
+
+
+def test_slopes_of_mpt_are_those_of_a_ranks_heads(tiny: Tiny) -> None:
+    path = tiny("mpt", d_model=64, n_heads=4)
+    slopes = [TransformersDecoder().inspect(path, shard=Shard(rank=r, size=2)).layers[0].alibi_slopes for r in (0, 1)]
+    assert (*slopes[0], *slopes[1]) == TransformersDecoder().inspect(path).layers[0].alibi_slopes  # type: ignore[misc]
+    assert tensor_sweep.verdict(path, 2)[0] == "EQUAL"
+
+
+def test_weights_of_a_rank_are_not_saved(tiny: Tiny, tmp_path: Path) -> None:
+    def save(shard: Shard, communicator: Communicator) -> None:
+        tensor_sweep.load(tiny("llama"), shard, communicator).save_weights(tmp_path / "saved")
+
+    with pytest.raises(ModelError, match="cannot be saved: a rank has only its part"):
+        threads.run(2, save)
 
 
 def test_three_ranks_are_as_good_as_two(tiny: Tiny) -> None:
@@ -126,7 +141,7 @@ def test_a_wrong_division_of_an_unlisted_architecture_is_refused(
     families_sweep.build("gpt_neox", "GPTNeoXForCausalLM", tmp_path)
     found, shard = checkpoint.read(tmp_path), Shard(rank=0, size=4)
     assert "4 parts of a small copy give the whole's logits" in check.check(found, shard)
-    wrong: Mapping[str, Any] = attention.PACKED | {"query_key_value": {"GPTNeoXAttention": attention._behind}}
+    wrong: Mapping[str, Any] = packed.PACKED | {"query_key_value": {"GPTNeoXAttention": packed._behind}}
     monkeypatch.setattr(attention, "PACKED", wrong)
     inspection._seen.cache_clear()
     with pytest.raises(NegotiationError, match=r"gives other numbers in 2 parts: layer 0 .* first at position 0"):

@@ -30,7 +30,7 @@ class JoinedNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float, group: int, shared: int, *, gate_first: bool) -> None:
         super().__init__()
         self.weight = weight
-        self.eps, self.group, self.shared, self.gate_first = eps, group, shared, gate_first
+        self.epsilon, self.group, self.shared, self.gate_first = eps, group, shared, gate_first
         self.communicator: Communicator | None = None
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,7 +39,7 @@ class JoinedNorm(nn.Module):
         if gate is not None and self.gate_first:
             x = x * functional.silu(gate.float())
         mean = self._sum(x.square().sum(-1, keepdim=True)) / self.group  # [.., 1]
-        x = x * torch.rsqrt(mean + self.eps) * self.weight.float()
+        x = x * torch.rsqrt(mean + self.epsilon) * self.weight.float()
         if gate is not None and not self.gate_first:
             x = x * functional.silu(gate.float())
         return x.to(hidden_states.dtype)
