@@ -12,7 +12,6 @@ writes the table of docs/model-families.md. --experts lets the ranks share exper
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import tempfile
 import time
