@@ -13,7 +13,7 @@ from slotline.registry.capability import GraphSupport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.contracts.device import Device
-from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelFamily, Shard
+from slotline.registry.contracts.model_family import ModelFamily, Shard
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.devices import Devices, called
 from slotline.registry.discovery import PluginRegistry
@@ -111,8 +111,6 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
-    if (facts.path / SAVED_WEIGHTS).is_file():
-        texts.append("weights that were saved after the passes are those of the whole model")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if load_format == "sharded" and place.layout.tensor > 1:

@@ -154,7 +154,7 @@ def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
     state = None if context.weights is not None else hf_model.state_dict()
     found = checkpoint.read(context.facts.path, quantized=context.weights is not None)
     said = (self_check.check(found, state),)
-    return said if context.shard is None else (*said, check.check(found, context.shard))
+    return said if context.shard is None else (*said, check.check(found, context.shard, state))
 
 
 def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:

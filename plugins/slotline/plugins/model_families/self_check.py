@@ -32,6 +32,7 @@ TOLERANCE = 2e-3
 SAME_WEIGHTS = 50_000_000
 """Up to this number of parameters the model's own weights are used."""
 LARGEST = 400_000_000
+OWN = "its own weights"
 FOLDER = "self_checks"
 FIX = "use a model family plugin that serves this architecture, and report it to slotline"
 
@@ -155,11 +156,11 @@ def _candidates(found: Checkpoint, state: Mapping[str, torch.Tensor] | None) -> 
     candidates = []
     size = sum(tensor.numel() for tensor in (state or {}).values())
     for changes, weights, of_what in (
-        (small, state, "its own weights"),
+        (small, state, OWN),
         (shrinking.small_settings(config) | small, None, "a small copy"),
         (_fewer_layers(config) | small, None, "a copy with fewer layers"),
     ):
-        if of_what == "its own weights" and not 0 < size <= SAME_WEIGHTS:
+        if of_what == OWN and not 0 < size <= SAME_WEIGHTS:
             continue
         try:
             candidates.append((shrinking.changed_copy(config, changes), weights, of_what))

@@ -97,7 +97,7 @@ def ours(
     """
     config = deepcopy(reference.config)
     small = evolve(found, config=config)
-    seen = inspection.look_at(small, shard)
+    seen = inspection.look_at(small) if shard is None else inspection.look_at(small, shard)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     config._attn_implementation = small.attention(binding.ATTENTION_NAME)
     model = found.model_class(config).float().eval()

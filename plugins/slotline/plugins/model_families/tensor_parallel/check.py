@@ -7,6 +7,7 @@ self-check.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,11 +21,16 @@ from slotline.registry.contracts.model_family import Shard
 from slotline.registry.errors import NegotiationError
 
 
-def check(found: Checkpoint, shard: Shard) -> str:
+def check(found: Checkpoint, shard: Shard, state: Mapping[str, torch.Tensor] | None = None) -> str:
     """Compare the parts of a checkpoint's decoder with the whole, unless a result is kept.
 
     A small copy has four heads, so that it is divided among four ranks where the model is divided among a multiple of
-    four, else among two.
+    four, else among two. A model that is small itself is divided as it is asked for.
+
+    Args:
+        found: the decoder.
+        shard: of which the number of ranks counts.
+        state: the model's weights by name, see `self_check.check`.
 
     Returns:
         A note on the result.
@@ -32,20 +38,20 @@ def check(found: Checkpoint, shard: Shard) -> str:
     Raises:
         NegotiationError: naming the first layer and position that differ.
     """
-    sizes = (4, 2) if shard.size % 4 == 0 else (2,)
     shared = " with whole experts" if shard.experts else ""
-    return self_check.kept(
-        found, lambda: _compare(found, sizes, experts=shard.experts), f" on {sizes[0]} ranks{shared}"
-    )
+    kind = f" on {shard.size} ranks{shared}"
+    return self_check.kept(found, lambda: _compare(found, shard.size, state, experts=shard.experts), kind)
 
 
-def _compare(found: Checkpoint, sizes: tuple[int, ...], *, experts: bool) -> str:
+def _compare(
+    found: Checkpoint, asked: int, state: Mapping[str, torch.Tensor] | None = None, *, experts: bool = False
+) -> str:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        reference, texts, of_what = self_check.reference_of(found, None)
+        reference, texts, of_what = self_check.reference_of(found, state)
         said = ""
-        for size in sizes:
+        for size in _sizes(asked, of_what):
             try:
                 traces = _of_ranks(found, reference, texts, size, experts=experts)
             except NegotiationError as error:
@@ -60,6 +66,13 @@ def _compare(found: Checkpoint, sizes: tuple[int, ...], *, experts: bool) -> str
                 )
             return f"{size} parts of {of_what} give the whole's logits: the largest difference is {worst:.1e}"
     raise _refusal(f"has no small copy whose division could be checked: {said}", found)
+
+
+def _sizes(asked: int, of_what: str) -> tuple[int, ...]:
+    """Return the numbers of parts to try."""
+    if of_what == self_check.OWN:
+        return (asked,)
+    return (4, 2) if asked % 4 == 0 else (2,)
 
 
 def _refusal(said: str, found: Checkpoint) -> NegotiationError:
