@@ -28,7 +28,7 @@ from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.contracts.model_family import ModelContext, Shard
-from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,14 +76,6 @@ def test_slopes_of_mpt_are_those_of_a_ranks_heads(tiny: Tiny) -> None:
     slopes = [TransformersDecoder().inspect(path, shard=Shard(rank=r, size=2)).layers[0].alibi_slopes for r in (0, 1)]
     assert (*slopes[0], *slopes[1]) == TransformersDecoder().inspect(path).layers[0].alibi_slopes  # type: ignore[misc]
     assert tensor_sweep.verdict(path, 2)[0] == "EQUAL"
-
-
-def test_weights_of_a_rank_are_not_saved(tiny: Tiny, tmp_path: Path) -> None:
-    def save(shard: Shard, communicator: Communicator) -> None:
-        tensor_sweep.load(tiny("llama"), shard, communicator).save_weights(tmp_path / "saved")
-
-    with pytest.raises(ModelError, match="cannot be saved: a rank has only its part"):
-        threads.run(2, save)
 
 
 def test_three_ranks_are_as_good_as_two(tiny: Tiny) -> None:

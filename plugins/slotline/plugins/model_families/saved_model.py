@@ -208,8 +208,6 @@ def save(
 
 def _refusal(origin: Origin, context: ModelContext) -> tuple[str, str] | None:
     """Return why a model cannot be saved, and what helps, or None."""
-    if context.shard is not None:
-        return "a rank has only its part of them", "set parallel.tensor = 1"
     own = "use the checkpoint itself"
     if context.weights is not None and not context.weights.online:
         return "they are quantized in the checkpoint, and read from it as they are", own
