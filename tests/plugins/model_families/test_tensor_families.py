@@ -17,7 +17,7 @@ import torch
 import transformers
 from family_table import FAMILIES
 
-from slotline.core import LLM
+from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import building, checkpoint, inspection
 from slotline.plugins.model_families.encoder_model import TransformersEncoder
 from slotline.plugins.model_families.speech_model import TransformersSpeech
@@ -46,6 +46,15 @@ FAST = (
     "qwen3_next",
 )
 TOKENS = 9
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "memory": "8MiB",
+    "observability.check_integrity": True,
+    "observability.progress": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -258,3 +267,29 @@ def _attend(
         enable_gqa=layer.num_heads != layer.num_kv_heads,
     )
     return out[0].transpose(0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "whisper"])
+def test_ranks_in_processes_of_their_own_take_images_and_sound(name: str, tmp_path: Path) -> None:
+    if name == "whisper":
+        path = tiny_speech.build(tmp_path / name)
+        prompts = [[1], [1, 7, 9], [1, *range(10, 30)]]
+        heard = [tiny_speech.recording(seed) for seed in range(3)]
+        wanted = [tiny_speech.greedy_reference(path, heard[i], prompt, 12) for i, prompt in enumerate(prompts)]
+        asked: list[Any] = [
+            {"prompt_token_ids": prompt, "multi_modal_data": {"audio": sound}}
+            for prompt, sound in zip(prompts, heard, strict=True)
+        ]
+    else:
+        pytest.importorskip("PIL", reason="image processors need Pillow")
+        path = tiny_vision.build(name, tmp_path / name)
+        texts = [("def <image> main(", (0,)), ("class Row <image><image> pass", (1, 0)), ("import os", ())]
+        wanted = [tiny_vision.greedy_reference(path, text, seeds, 12) for text, seeds in texts]
+        asked = [
+            {"prompt": text, "multi_modal_data": {"image": [tiny_vision.image(seed) for seed in seeds]}}
+            for text, seeds in texts
+        ]
+    llm = LLM(str(path), tensor=2, **ENGINE)
+    outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
