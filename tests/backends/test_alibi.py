@@ -85,7 +85,7 @@ def test_over_pipeline_stages_the_tokens_are_the_same(
     name: str, stages: int, tiny: Tiny, engines: Engines, greedy: Greedy
 ) -> None:
     path = tiny(name)
-    llm = engines(path, backend="cpu", **SETTINGS, **{"parallel.pipeline": stages})
+    llm = engines(path, backend="cpu", **SETTINGS, **{"parallel.pipeline": ("cpu",) * stages})
     assert len(llm.plan.stages) == stages
     assert tokens_of(llm, PROMPTS) == [greedy(path, ids, GREEDY.max_tokens or 0) for ids in PROMPTS]
 

@@ -45,7 +45,7 @@ MODEL = ModelParts(embedding=100, layers=(50, 50, 50, 50), head=100, attention=(
 
 
 def over(stages: int, **settings: Any) -> dict[str, Any]:
-    return {**SETTINGS, "parallel.pipeline": stages, **settings}
+    return {**SETTINGS, "parallel.pipeline": ("cpu",) * stages, **settings}
 
 
 def planned(path: Path, **settings: Any) -> Any:
@@ -351,7 +351,7 @@ def test_a_family_that_does_not_declare_pipeline_is_refused_by_name(
     without = evolve(decoder.descriptor, capabilities=evolve(decoder.descriptor.capabilities, pipeline=Flag(False)))
     monkeypatch.setattr(decoder, "descriptor", without)
     with pytest.raises(NegotiationError, match="model family 'transformers_decoder' cannot divide the model: pipeline"):
-        planned(tiny("llama_deep"), **{"parallel.pipeline": 2})
+        planned(tiny("llama_deep"), **{"parallel.pipeline": ("cpu", "cpu")})
     assert planned(tiny("llama_deep")).plan.stages == ()
 
 

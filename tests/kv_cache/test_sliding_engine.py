@@ -188,5 +188,7 @@ def test_lfm2_of_full_attention_layers_only_runs(optimize: bool, tiny: Tiny, eng
     path = tiny("lfm2", layer_types=["full_attention"] * 4)
     llm = engines(path, optimize=optimize)
     assert tokens_of(llm, PROMPTS) == expected(greedy, path, PROMPTS)
-    staged = engines(path, optimize=optimize, **{"parallel.pipeline": 2})  # its parts are found by inspection
+    staged = engines(
+        path, optimize=optimize, **{"parallel.pipeline": ("cpu", "cpu")}
+    )  # its parts are found by inspection
     assert tokens_of(staged, PROMPTS) == expected(greedy, path, PROMPTS)

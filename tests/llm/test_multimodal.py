@@ -68,7 +68,7 @@ def counted(llm: LLM) -> Iterator[list[int]]:
 @pytest.mark.parametrize("optimize", [False, True])
 def test_pipeline_stages_give_transformers_tokens(optimize: bool, tiny_vision_model: Vision, engines: Engines) -> None:
     path = tiny_vision_model(VARIANTS[0])
-    settings = {"parallel.pipeline": 2, "optimize": optimize, "scheduler.async": True}
+    settings = {"parallel.pipeline": ("cpu", "cpu"), "optimize": optimize, "scheduler.async": True}
     llm, one = engines(path, **settings), engines(path)
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
     first, last = llm.plan.stages

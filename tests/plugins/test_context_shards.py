@@ -123,7 +123,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "drafter": ("llama", {"drafter.name": "ngram"}, NegotiationError, "drafts are not verified over shards"),
     "connector": ("llama", {"kv_connector.name": "host_memory"}, NegotiationError, "sees the blocks of one cache"),
     "cascade": ("llama", {"attention.cascade": True}, NegotiationError, "attention.cascade = true"),
-    "stages": ("llama", {"parallel.pipeline": 2}, ConfigError, "with parallel.pipeline = 2"),
+    "stages": (
+        "llama",
+        {"parallel.pipeline": ("cpu", "cpu")},
+        ConfigError,
+        r"with parallel.pipeline = \('cpu', 'cpu'\)",
+    ),
     "none": ("llama", {"parallel.context_shards": 0}, ConfigError, "0 is neither a number from 1 on"),
     "other device": ("llama", {"parallel.context_shards": ("cuda:7", "cuda:8")}, ConfigError, "cuda"),
 }

@@ -154,9 +154,9 @@ def test_places_in_a_piece() -> None:
         ("llama", "cpu", {"scheduler.microbatches": 3}),
         ("gemma3", "cpu", {}),
         ("bloom", "torch", {}),
-        ("llama", "torch", {"parallel.pipeline": 2}),
-        ("gpt_oss", "cpu", {"parallel.pipeline": 3, "scheduler.microbatches": 3}),
-        ("llama", "cpu", {"parallel.pipeline": 2, "scheduler.async": True}),
+        ("llama", "torch", {"parallel.pipeline": ("cpu",) * 2}),
+        ("gpt_oss", "cpu", {"parallel.pipeline": ("cpu",) * 3, "scheduler.microbatches": 3}),
+        ("llama", "cpu", {"parallel.pipeline": ("cpu",) * 2, "scheduler.async": True}),
         ("llama", "cpu", {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}),
     ],
 )
@@ -226,7 +226,7 @@ def planned(path: Path, **settings: Any) -> Any:
 
 @pytest.mark.behaviour(10, 73)
 def test_a_plan_says_that_steps_are_cut_and_that_no_prefix_is_served_apart_then(tiny: Tiny) -> None:
-    plan = planned(tiny("llama"), **{"attention.backend": "torch", "parallel.pipeline": 2}).plan
+    plan = planned(tiny("llama"), **{"attention.backend": "torch", "parallel.pipeline": ("cpu",) * 2}).plan
     settings = {each.key: each for each in plan.settings}
     assert settings["scheduler.microbatches"].resolved == "2"
     assert "pieces of 512 tokens" in settings["scheduler.microbatches"].origin

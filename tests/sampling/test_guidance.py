@@ -247,7 +247,7 @@ def test_an_aborted_request_takes_its_companion_along(llm: LLM) -> None:
     assert len(engine.requests) == 2
     engine.abort("leaves")
     assert not engine.requests
-    while engine._in_flight is not None:
+    while engine._in_flight:
         engine.step()
     assert engine.rows.num_free == engine.rows.max_requests
 

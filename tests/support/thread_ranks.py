@@ -6,6 +6,7 @@ Each rank has a whole engine of its own, as under torchrun: every rank is asked 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,8 +51,35 @@ class Exchange:
     given: list[Any] = field(init=False)
     barrier: threading.Barrier = field(init=False)
 
+    mail: dict[tuple[str, int, int], deque[Any]] = field(factory=lambda: defaultdict(deque), init=False)
+    arrived: threading.Condition = field(factory=threading.Condition, init=False)
+
     def __attrs_post_init__(self) -> None:
         self.given, self.barrier = [None] * self.size, threading.Barrier(self.size, timeout=60.0)
+
+    def send(self, what: str, rank: int, to: int, value: Any) -> None:
+        """Leave a value for another rank."""
+        with self.arrived:
+            self.mail[what, rank, to].append(value)
+            self.arrived.notify_all()
+
+    def receive(self, what: str, rank: int, source: int) -> Any:
+        """Return the next value that another rank has left."""
+        self.turn.release()
+        try:
+            with self.arrived:
+                there = self.mail[what, source, rank]
+                if not self.arrived.wait_for(lambda: there or self.barrier.broken, timeout=60.0) or not there:
+                    raise threading.BrokenBarrierError
+                return there.popleft()
+        finally:
+            self.turn.acquire()
+
+    def give_up(self) -> None:
+        """End the others' waiting."""
+        self.barrier.abort()
+        with self.arrived:
+            self.arrived.notify_all()
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -79,8 +107,8 @@ class Finished:
 class ThreadCommunicator:
     """Implements `Communicator` for tensors of one process."""
 
-    def __init__(self, exchange: Exchange, rank: int) -> None:
-        self._exchange, self.rank, self.size = exchange, rank, exchange.size
+    def __init__(self, exchange: Exchange, rank: int, name: str) -> None:
+        self._exchange, self.rank, self.size, self._name = exchange, rank, exchange.size, name
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return copies of all ranks' tensors."""
@@ -100,10 +128,12 @@ class ThreadCommunicator:
         return Finished(torch.cat([part[self.rank] for part in parts]))
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        raise NotImplementedError("no test sends")
+        self._exchange.send(self._name, self.rank, to, x.clone())
 
     def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        raise NotImplementedError("no test receives")
+        found: torch.Tensor = self._exchange.receive(self._name, self.rank, source)
+        assert (found.shape, found.dtype) == (x.shape, x.dtype)
+        return found
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         return self.gather(x)[source].clone()
@@ -117,7 +147,7 @@ class ThreadCommunicator:
 
 def join(context: CommunicatorContext) -> ThreadCommunicator:
     """Join the ranks of this thread's engine."""
-    return ThreadCommunicator(_here.exchange, context.rank)
+    return ThreadCommunicator(_here.exchange, context.rank, context.name)
 
 
 @define(eq=False)
@@ -170,21 +200,22 @@ class ThreadRanks:
     """LLMs of all ranks of one engine.
 
     Args:
-        tensor: number of ranks.
+        tensor, pipeline: number of ranks. One of them is 1.
         settings: as of `LLM`.
 
     Attributes:
         llms: one for each rank.
     """
 
-    def __init__(self, model: Path | None = None, *, tensor: int = 2, **settings: Any) -> None:
+    def __init__(self, model: Path | None = None, *, tensor: int = 2, pipeline: int = 1, **settings: Any) -> None:
         inline = (*settings.pop("plugins.inline", ()), f"{__file__}:descriptor")
-        settings |= {"plugins.inline": inline, "parallel.tensor": tensor, "parallel.communicator": "threads"}
+        settings |= {"plugins.inline": inline, "parallel.communicator": "threads"}
+        settings |= {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
         settings.setdefault("observability.check_integrity", True)
         if model is not None:
             settings["model"] = model
-        self._exchange = Exchange(tensor)
-        self._pools = [ThreadPoolExecutor(1) for _ in range(tensor)]
+        self._exchange = Exchange(tensor * pipeline)
+        self._pools = [ThreadPoolExecutor(1) for _ in range(tensor * pipeline)]
         self.llms: list[LLM] = []
         self.llms = self._all(lambda rank: self._built(rank, settings))
 
@@ -223,7 +254,7 @@ class ThreadRanks:
                 try:
                     return call(rank)
                 except BaseException:
-                    self._exchange.barrier.abort()
+                    self._exchange.give_up()
                     raise
 
         self._exchange.barrier.reset()

@@ -12,10 +12,13 @@ import torch
 
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import Communicator, CommunicatorContext
+from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import RankError
 from slotline.registry.loading import bind_contract
-from slotline.registry.ranks import Place
+from slotline.registry.ranks import DIMENSIONS, Place
 
+PIPELINE_HOST = "pipeline_host"
+"""Name of the group in which ranks of a pipeline send objects on the host."""
 _READ = 1 << 16  # bytes at each end of a file with weights
 
 
@@ -36,24 +39,54 @@ class Ranks(Protocol):
 
 
 def build_communicator(
-    planned: Planned, ranks: Ranks | None, name: str = "tensor", members: tuple[int, ...] | None = None
+    planned: Planned, ranks: Ranks | None, name: str, members: tuple[int, ...]
 ) -> Communicator | None:
     """Join a group of this rank. Return None for one rank.
 
     Args:
-        members: of the group, by their number in the engine. None for those of the dimension `name`.
+        members: of the group, by their number in the engine.
     """
     descriptor = planned.communicator.descriptor
-    members = planned.place.group(name) if members is None else members
     if descriptor is None or ranks is None or not members:
         return None
-    config, place = planned.loaded.config, planned.place
+    return _build(planned, ranks, descriptor, name, members, planned.device)
+
+
+def build_communicators(planned: Planned, ranks: Ranks | None) -> dict[str, Communicator]:
+    """Join the groups of this rank, by dimension. Groups of one rank are left out.
+
+    Ranks of a pipeline have a second group, `PIPELINE_HOST`, for what they tell each other on the host.
+    """
+    descriptor, place = planned.communicator.descriptor, planned.place
+    if descriptor is None or ranks is None:
+        return {}
+    found = {
+        dimension: _build(planned, ranks, descriptor, dimension, place.group(dimension), planned.device)
+        for dimension in DIMENSIONS
+        if getattr(place.layout, dimension) > 1
+    }
+    if "pipeline" in found:
+        if not planned.on_host:
+            descriptor = planned.registry.load(Kind.COMMUNICATOR, "gloo", required=True)
+        found[PIPELINE_HOST] = _build(planned, ranks, descriptor, PIPELINE_HOST, place.group("pipeline"), "cpu")
+    return found
+
+
+def _build(
+    planned: Planned,
+    ranks: Ranks,
+    descriptor: Descriptor[Any],
+    name: str,
+    members: tuple[int, ...],
+    device: str,
+) -> Communicator:
+    config = planned.loaded.config
     context = CommunicatorContext(
         contract=bind_contract(descriptor),
         name=name,
         ranks=members,
-        rank=members.index(place.rank),
-        device=planned.device,
+        rank=members.index(planned.place.rank),
+        device=device,
         timeout=max(config.parallel.start_timeout, 2 * config.parallel.timeout),  # the watch over ranks is sooner
         batch_invariant=config.batch_invariant,
         options=planned.options(descriptor),

@@ -93,11 +93,12 @@ def forwards(
 
 
 def _forward(runner: ModelRunner, inputs: ModelInputs, broken: Container[str], recorder: Recorder) -> None:
-    """Compute a planned step's logits."""
-    attend = breaking(runner.router, broken, recorder.cut)
-    hidden = runner.forward(inputs, attend, inputs.logits_indices)
+    """Compute a planned step's logits, if the runner samples."""
+    attend, wanted = breaking(runner.router, broken, recorder.cut), runner.head.wanted(inputs)
+    hidden = runner.forward(inputs, attend, wanted)
     runner.extensions.results()
-    runner.model.compute_logits(hidden)
+    if wanted is not None:
+        runner.model.compute_logits(hidden)
 
 
 def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype, recorder: Recorder) -> None:

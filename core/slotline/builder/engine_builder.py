@@ -7,7 +7,7 @@ from functools import partial
 
 from attrs import define, evolve, field
 
-from slotline.builder.communicators import Ranks, build_communicator, compare, fewest
+from slotline.builder.communicators import Ranks, build_communicators, compare, fewest
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graph_capturer import GraphCapturer
@@ -51,6 +51,7 @@ from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
+    Communicator,
     CompiledKernel,
     Device,
     KVSpec,
@@ -116,6 +117,7 @@ class EngineBuilder:
         ranks: the ranks that build the engine together. None for this process alone.
         engine_class: the class of the engine.
         kernels: those that building waited for.
+        communicators: of the groups of ranks that this one is in, by dimension.
     """
 
     planned: Planned
@@ -123,6 +125,11 @@ class EngineBuilder:
     ranks: Ranks | None = None
     engine_class: type[Engine] = Engine
     kernels: list[CompiledKernel] = field(factory=list, init=False)
+    communicators: dict[str, Communicator] = field(init=False)
+
+    @communicators.default
+    def _joined(self) -> dict[str, Communicator]:
+        return build_communicators(self.planned, self.ranks)
 
     @property
     def groups(self) -> LayerGroupBuilder:
@@ -197,6 +204,8 @@ class EngineBuilder:
             named={},
             checks=OutputChecks(strict=False) if config.observability.check_integrity else None,
             context_group=build_communicator(planned, self.ranks, "decode_context", planned.shards.ranks),
+            communicators=self.communicators,
+            agree=fewest(self.ranks),
         )
 
     def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:
@@ -274,6 +283,7 @@ class EngineBuilder:
             cascade=cascade,
             extensions=step.extensions,
             asynchronous=planned.asynchronous,
+            turns=planned.turns,
             compiler=compiler_of(planned.hardware[planned.device]),
             check=planned.loaded.config.observability.check_integrity,
             startup=self.startup.seconds,
@@ -299,7 +309,8 @@ class EngineBuilder:
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
             shard=with_experts(planned.loaded, shard_of(planned.place)),
-            communicator=build_communicator(planned, self.ranks),
+            communicator=self.communicators.get("tensor"),
+            own_stage=planned.own_stage,
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with (
@@ -381,15 +392,17 @@ class EngineBuilder:
         if self.planned.on_host and not isinstance(memory, str):
             memory /= config.parallel.data  # replicas share the host's
         held = [spec.max_blocks_held() for spec in specs]
-        num_slots = runner.extensions.named["states"].num_slots if plan.states else 0
+        states = runner.extensions.named["states"].dispatcher if plan.states else None
         report = size_pool(
             memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
-            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards, self.planned.hardware),
+            devices=device_memory(
+                self.planned.own_plan, self.planned.stages, specs, self.planned.shards, self.planned.hardware
+            ),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
-            state_bytes=plan.states.slot_bytes * num_slots if plan.states else 0,
-            checkpoints=num_slots - requests if plan.states else 0,
+            state_bytes=states.slot_bytes * states.num_slots if states else 0,
+            checkpoints=states.num_slots - requests if states else 0,
             hardware=None if self.planned.on_host else self.planned.hardware,
             agree=fewest(self.ranks),
         )

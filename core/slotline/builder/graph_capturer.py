@@ -53,8 +53,10 @@ class GraphCapturer(GraphRunner):
         device: Device | None = None,
         *,
         plans_anew: bool = False,
+        has_logits: bool = True,
     ) -> None:
         super().__init__(shapes, router.groups, plan, extensions, plans_anew=plans_anew)
+        self._has_logits = has_logits
         self.device = device or TorchDevice("cpu", "cpu")
         self._model = model
         self._router = router
@@ -176,5 +178,5 @@ class GraphCapturer(GraphRunner):
     ) -> tuple[torch.Tensor, torch.Tensor | None, Mapping[str, torch.Tensor]]:
         assert inputs.shape is not None
         hidden = self._model.forward(resolved(inputs.input_ids, self._last_tokens), inputs.positions, attend, **further)
-        logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
+        logits = self._model.compute_logits(hidden) if inputs.shape.query_len and self._has_logits else None
         return hidden, logits, self._extensions.results()

@@ -44,6 +44,7 @@ def build_graphs(
         extensions,
         planned.hardware[planned.device],
         plans_anew="drafts" in extensions.named,  # it attends after a replay, by the step's plans
+        has_logits=planned.is_last_stage,
     )
 
 

@@ -162,7 +162,7 @@ class LayerGroupBuilder:
 
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
         """Allocate the memory of each layer that owns a cache."""
-        return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of, self._zeros)
+        return allocate_pages(self.planned.own_plan, specs, num_blocks, self.planned.stages.device_of, self._zeros)
 
     def router(
         self,
@@ -195,7 +195,8 @@ class LayerGroupBuilder:
         Raises:
             ContractError: if one has another form than the contract says.
         """
-        plan, caches = self.planned.plan, bind_caches(self.planned.plan, specs, pages, num_blocks)
+        plan = self.planned.own_plan
+        caches = bind_caches(plan, specs, pages, num_blocks)
         for group in plan.cache_groups:
             ratio, size = group.block_size // group.kernel_block_size, group.kernel_block_size
             misfits = (
@@ -207,7 +208,7 @@ class LayerGroupBuilder:
 
     def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
         """Add the caches of layers that own none."""
-        for layer in self.planned.layers:
+        for layer in self.planned.stages.own(self.planned.layers):
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
             elif layer.attention_type == "encoder_only":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.plugin_construction import build_plugin
@@ -67,6 +67,8 @@ class Parts:
         router: attention over the caches, over one block while memory is measured. None before it is built.
         memory: of the caches, once it is there.
         context_group: joins the ranks that share the keys of requests. None if none does.
+        communicators: of the groups of ranks that this one is in, by dimension.
+        agree: gives the least of the ranks' numbers, of this one's.
     """
 
     planned: Planned
@@ -83,6 +85,8 @@ class Parts:
     router: AttentionDispatcher | None = None
     memory: CacheMemory | None = None
     context_group: Communicator | None = None
+    communicators: Mapping[str, Communicator] = field(factory=dict)
+    agree: Callable[[int], int] = int
 
     def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return one of the model's functions for calls outside of a step, see `FeatureExtension.outside_steps`."""

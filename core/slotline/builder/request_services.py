@@ -117,9 +117,10 @@ def build_plain_draws(
 ) -> TokenSampler | None:
     """Build the fast sampler of steps that need nothing but plain draws, with `staging` as its transfer buffer.
 
-    Return None if the next step does not read its tokens on the device that draws them, or if there are drafts.
+    Return None if the next step does not read its tokens on the device that draws them, if there are drafts, or if
+    several steps are in flight, whose tokens would land in the same memory.
     """
-    if last_tokens is None or last_tokens.max_spec_tokens or planned.stages.divided:
+    if last_tokens is None or last_tokens.max_spec_tokens or planned.stages.divided or planned.turns > 1:
         return None
     most = planned.loaded.config.scheduler.max_requests
     ops = planned.hardware[planned.device].ops

@@ -27,6 +27,8 @@ _SHORT = {
     "tensor": "parallel.tensor",
     "tensor_parallel_size": "parallel.tensor",
     "expert": "parallel.expert",
+    "pipeline": "parallel.pipeline",
+    "pipeline_parallel_size": "parallel.pipeline",
 }
 
 

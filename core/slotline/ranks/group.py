@@ -68,7 +68,12 @@ def launched_place(layout: RankLayout, environment: Mapping[str, str] = os.envir
     if not is_launched(environment):
         return None
     refuse_other_size(layout, int(environment["WORLD_SIZE"]))
-    return Place(rank=int(environment["RANK"]), local_rank=int(environment["LOCAL_RANK"]), layout=layout)
+    return Place(
+        rank=int(environment["RANK"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        layout=layout,
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+    )
 
 
 def join_launched(place: Place, timeout: float) -> RankGroup:

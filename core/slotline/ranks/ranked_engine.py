@@ -259,7 +259,7 @@ class RankedEngine(Engine):
         self._deferred = {name: one for name, one in self._deferred.items() if self.requests.get(name) is one}
         names: list[tuple[str, bool]] = []
         if self.link is None:
-            idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+            idle = not self._in_flight and not self.scheduler.running and not self.scheduler.num_waiting
             self._collect_deferred(idle=idle)
             names = [(one, error is not None) for one, (_, error) in self._collected.items()]
             self._note(self._entry("queue_deferred", names))

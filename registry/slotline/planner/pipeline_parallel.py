@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
 from slotline.registry.config import LoadedConfig
-from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelParts, Stage
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelParts, Stage, StateLayer
 from slotline.registry.contracts.device import Device
 from slotline.registry.descriptor import Descriptor, DeviceInfo
 from slotline.registry.devices import Devices, called
 from slotline.registry.errors import ConfigError, NegotiationError
 
 _KEY = "parallel.pipeline"
+Layer = TypeVar("Layer", AttentionLayer, StateLayer)
 
 
 @frozen
@@ -24,11 +25,14 @@ class Stages:
 
     Attributes:
         stages: in the order of a forward pass. A single stage if nothing is divided.
-        of_layer: the stage of each of the model's attention layers, by layer index.
+        of_layer: the stage of each of the model's attention layers, by layer index. -1 for a layer that is with
+            another rank.
+        of_state: the same of its state layers, if they are divided.
     """
 
     stages: tuple[Stage, ...]
     of_layer: tuple[int, ...]
+    of_state: tuple[int, ...] = ()
 
     @property
     def divided(self) -> tuple[Stage, ...]:
@@ -44,10 +48,19 @@ class Stages:
         """Return the device of an attention layer."""
         return self.stages[self.of_layer[layer.index]].device
 
+    def holds(self, layer: AttentionLayer | StateLayer) -> bool:
+        """Return True for a layer that this process has."""
+        of = self.of_state if isinstance(layer, StateLayer) else self.of_layer
+        return not of or of[layer.index] >= 0
+
+    def own(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        """Return those of some layers that this process has."""
+        return tuple(layer for layer in layers if self.holds(layer))
+
     def split(self, layers: Sequence[AttentionLayer]) -> list[tuple[int, tuple[AttentionLayer, ...]]]:
         """Group attention layers by stage. Stages without any are left out."""
         parts: dict[int, list[AttentionLayer]] = {}
-        for layer in layers:
+        for layer in self.own(layers):
             parts.setdefault(self.of_layer[layer.index], []).append(layer)
         return [(stage, tuple(parts[stage])) for stage in sorted(parts)]
 
@@ -60,8 +73,8 @@ def pipeline_devices(loaded: LoadedConfig, devices: Devices) -> tuple[Device, ..
     """
     config, asked = loaded.config, loaded.config.parallel.pipeline
     own = devices.named(config.device)
-    if isinstance(asked, int):
-        return (own,) if asked == 1 else first_devices(devices, own, asked, key=_KEY)
+    if isinstance(asked, int):  # so many ranks, each with one device
+        return (own,)
     named = named_devices(devices, asked, key=_KEY)
     kinds = {device.name.partition(":")[0] for device in named}
     if loaded.origins["device"].kind != "default":
@@ -92,8 +105,18 @@ def describe_devices(devices: Devices, named: Sequence[Device]) -> DeviceInfo:
     return evolve(infos[0], total_memory=min(info.total_memory for info in infos))
 
 
-def divide(loaded: LoadedConfig, devices: Sequence[str], facts: ModelFacts, family: Descriptor[Any]) -> Stages:
+def divide(
+    loaded: LoadedConfig,
+    devices: Sequence[str],
+    facts: ModelFacts,
+    family: Descriptor[Any],
+    *,
+    capability: str = "pipeline",
+) -> Stages:
     """Give each device its layers.
+
+    Args:
+        capability: of the family, that it can do so.
 
     Raises:
         NegotiationError: if the family or the model cannot be divided that way.
@@ -101,12 +124,14 @@ def divide(loaded: LoadedConfig, devices: Sequence[str], facts: ModelFacts, fami
     if len(devices) == 1:
         return _undivided(loaded, devices[0], facts)
     asked = f"{_KEY} = {loaded.config.parallel.pipeline!r}"
-    refusal, parts = family.capabilities.pipeline.refusal(True), facts.parts
+    refusal, parts = getattr(family.capabilities, capability).refusal(True), facts.parts
+    if facts.state_layers and capability == "pipeline":
+        parts = None
     if refusal is not None or parts is None:
         raise NegotiationError(
             f"{asked}: model family {family.name!r} cannot divide the model: "
-            f"{f'pipeline: {refusal}' if refusal else 'it does not say what parts the model has'}",
-            fix=f"remove {_KEY}, or use a model family that declares pipeline",
+            f"{f'{capability}: {refusal}' if refusal else 'it does not say what parts the model has'}",
+            fix=f"remove {_KEY}, or use a model family that declares {capability}",
         )
     if loaded.config.offload_gib:
         raise NegotiationError(
@@ -124,7 +149,8 @@ def divide(loaded: LoadedConfig, devices: Sequence[str], facts: ModelFacts, fami
         for device, (first, end) in zip(devices, pairwise(accumulate(counts, initial=0)), strict=True)
     )
     owners = [index for index, count in enumerate(counts) for _ in range(count)]
-    divided = Stages(stages, tuple(owners[layer] for layer in parts.attention))
+    attention, states = (tuple(owners[layer] for layer in of) for of in (parts.attention, parts.states))
+    divided = Stages(stages, attention, of_state=states)
     _refuse_shared_caches(divided, facts)
     return divided
 

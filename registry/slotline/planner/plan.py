@@ -41,6 +41,13 @@ from slotline.planner.non_chunkable import (
 )
 from slotline.planner.offers import Offers, offers_of
 from slotline.planner.pipeline_parallel import Stages, describe_devices, divide, pipeline_devices
+from slotline.planner.pipeline_ranks import (
+    own_stages,
+    pipeline_setting,
+    refuse_beside_stages,
+    stages_of_ranks,
+    turns_of,
+)
 from slotline.planner.ranks import (
     CommunicatorChoice,
     choose_communicator,
@@ -67,7 +74,7 @@ from slotline.planner.weights import (
 from slotline.registry.config import LoadedConfig
 from slotline.registry.config.plugin_tables import options_path
 from slotline.registry.config.tree import find
-from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily, Stage
 from slotline.registry.contracts.device import Device, DeviceCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.devices import Devices
@@ -114,7 +121,9 @@ class Planned:
         response_parser: the plugin that reads answers, or why there is none.
         hardware: the devices, by torch device string.
         device_capabilities: the capabilities of the device plugin, the same for all devices.
-        stages: placement of the model's parts.
+        stages: placement of the parts of the model that this process has.
+        rank_stages: the stages of all ranks. Empty if the layers are not divided among ranks.
+        turns: steps with different requests that are under way at a time.
         shards: placement of a request's keys.
         max_model_len: longest sequence, in tokens.
         asynchronous: True if a step is prepared while the previous one runs.
@@ -164,6 +173,26 @@ class Planned:
     place: Place = ALONE
     communicator: CommunicatorChoice = CommunicatorChoice()
     expert_placement: PlacementChoice = PlacementChoice()
+    rank_stages: tuple[Stage, ...] = ()
+    turns: int = 1
+
+    @property
+    def own_stage(self) -> Stage | None:
+        """Return the stage of this rank, None for a whole model."""
+        return self.stages.stages[0] if self.rank_stages else None
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process has the end of the model, which gives logits."""
+        return not self.rank_stages or self.place.index("pipeline") == len(self.rank_stages) - 1
+
+    @property
+    def own_plan(self) -> Plan:
+        """Return the plan whose cache groups have only the layers of this process, for their memory."""
+        if not self.rank_stages:
+            return self.plan
+        groups = (evolve(group, layers=self.stages.own(group.layers)) for group in self.plan.cache_groups)
+        return evolve(self.plan, cache_groups=tuple(groups))
 
     @property
     def device(self) -> str:
@@ -270,14 +299,18 @@ def _negotiated(
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
     defaults = sampling_defaults(loaded, path, task)
-    stages = divide(loaded, devices, facts, family_descriptor)
+    if place.layout.pipeline > 1:
+        all_stages = stages_of_ranks(loaded, facts, family_descriptor, place)
+        stages, rank_stages = own_stages(all_stages, place, devices[0]), all_stages.stages
+    else:
+        all_stages = stages = divide(loaded, devices, facts, family_descriptor)
+        rank_stages = ()
+    num_stages = len(all_stages.stages)
     max_model_len = _max_model_len(loaded, facts)
     if whole_prompts(facts):
         max_model_len = length_of_whole_prompts(loaded, max_model_len)
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
-    fast_prefill = choose_fast_prefill(
-        loaded, facts, family_descriptor, task=task, drafter=drafter, stages=len(stages.stages)
-    )
+    fast_prefill = choose_fast_prefill(loaded, facts, family_descriptor, task=task, drafter=drafter, stages=num_stages)
     own_layers = draft_layers(
         loaded,
         registry,
@@ -285,28 +318,30 @@ def _negotiated(
         whole,
         max_model_len,
         lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
-        divided=bool(stages.divided),
+        divided=num_stages > 1,
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter, whole, place)
     refuse_beside_ranks(loaded, facts, place, source.format)
     refuse_beside_replicas(loaded)
+    refuse_beside_stages(loaded, facts, drafter, place, task=task, form=source.format)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
     answers = read_answer_facts(facts.path, loaded.path("tokenizer"))
     parser = choose_response_parser(loaded, registry, info, task, answers)
     asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
-    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages), ranks=place.layout.tensor)
+    lora = choose_lora(loaded, registry, info, family_descriptor, stages=num_stages, ranks=place.layout.tensor)
     connector = choose_connector(loaded, registry, info)
     extensions = choose_extensions(loaded, registry, info)
-    microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))
+    microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=num_stages)
     parts = (
         family_descriptor,
         *processors,
         *extensions,
         *filter(None, (drafter, grammars.descriptor, parser.descriptor, lora, connector)),
     )
+    turns = turns_of(place, rolls_back=bool(facts.state_layers) and drafter is not None)
     request = prepare_request(
         loaded,
         evolve(facts, layers=facts.layers + own_layers),
@@ -315,7 +350,7 @@ def _negotiated(
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
         fast_prefill=fast_prefill.layers,
-        last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
+        last_queries=last_queries(facts, task=task, drafter=drafter, stages=num_stages),
         needs=shards.needs(facts),
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(
@@ -328,10 +363,11 @@ def _negotiated(
             *microbatches,
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
+            *pipeline_setting(loaded, rank_stages, turns),
         ),
     )
     request = evolve(request, facts={**request.facts, **source.facts})
-    request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
+    request = for_shards(without_cascade(loaded, evolve(request, stages=rank_stages or stages.divided)), shards)
     if whole_prompts(facts):
         refuse_cache_dtype(loaded, facts)
         request = evolve(request, prefix_caching=refuse_sharing(loaded))
@@ -367,12 +403,12 @@ def _negotiated(
     plan = plan_pool(plan, request, builder)
     held = StateSpecBuilder(loaded, registry, offers, max_model_len).build(plan)
     plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
-    tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
+    tree = choose_tree(loaded, drafter, plan, offers, stages=num_stages)
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
     adaptive = choose_adaptive(loaded, drafter, tree)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
     if drafter is not None:
-        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
+        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=num_stages)
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     has = {
         "adapters": lora is not None,
@@ -380,7 +416,8 @@ def _negotiated(
         "chunked_prefill": config.scheduler.chunked_prefill and not whole_prompts(facts),
         "drafts": drafter is not None,
         "graphs": plan.graphs.resolved != "none",
-        "pipeline": bool(stages.divided),
+        "pipeline": num_stages > 1,
+        "pipeline_ranks": bool(rank_stages),
         "pooling": not sampled,
         "prefix_caching": plan.prefix_caching,
         "states": bool(plan.state_groups),
@@ -391,7 +428,7 @@ def _negotiated(
         "kv_transfer": connector is not None,
         "microbatches": config.scheduler.microbatches > 1,
         "multimodal": bool(facts.modalities),
-        "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and not stages.divided,
+        "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and num_stages == 1,
         "structured_output": grammars.descriptor is not None,
     }
     features = refuse_extensions(registry, extensions, has)
@@ -442,6 +479,8 @@ def _negotiated(
         place=place,
         communicator=communicator,
         expert_placement=expert_placement,
+        rank_stages=rank_stages,
+        turns=turns,
     )
     planned.check_options()
     return planned

@@ -19,15 +19,16 @@ from slotline.registry.devices import Devices, called
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Need, Part, Setting, candidates, part_reasons
-from slotline.registry.ranks import Place, RankLayout
+from slotline.registry.ranks import DIMENSIONS, Place, RankLayout
 
 KEY = "parallel.tensor"
 COMMUNICATOR = "parallel.communicator"
 
 
 def layout_of(loaded: LoadedConfig) -> RankLayout:
-    """Return the numbers of ranks of one replica that a configuration asks for."""
-    return RankLayout(tensor=loaded.config.parallel.tensor)
+    """Return the numbers of ranks that a configuration asks for."""
+    parallel = loaded.config.parallel
+    return RankLayout(tensor=parallel.tensor, pipeline=parallel.pipeline if isinstance(parallel.pipeline, int) else 1)
 
 
 def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
@@ -40,23 +41,35 @@ def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
     if there.descriptor(own).capabilities.host_memory.support:
         return own
     name, _, index = own.name.partition(":")
+    keys = " x ".join(_keys(place.layout)) or "parallel.data"
+    asked = asked_for(place.layout) or f"parallel.data = {loaded.config.parallel.data}"
     if index and there.is_explicit(own):
         raise ConfigError(
-            f"{_asked(loaded)} with device = {own.name!r}, which names one device",
+            f"{asked} with device = {own.name!r}, which names one device",
             fix=f'set device = "{name}"',
         )
-    if place.local_rank >= (count := there.count(name)):
+    count, here = there.count(name), place.local_size or place.size
+    if here > count and place.local_rank < count:
+        raise ConfigError(
+            f"{asked}: {here} ranks on this machine have a device each, and there are {count} {called(name)} devices",
+            fix=f"set {keys} = {count} or less, or start ranks on more machines with torchrun",
+        )
+    if place.local_rank >= count:
         raise ConfigError(
             f"rank {place.rank} would be on {called(name)} device {place.local_rank}, and there are {count}: "
-            f"{place.size} ranks are asked for ({KEY} = {place.layout.tensor})",
-            fix=f"set {KEY} = {count} or less, or start ranks on more machines with torchrun",
+            f"{place.size} ranks are asked for ({asked})",
+            fix=f"set {keys} = {count} or less, or start ranks on more machines with torchrun",
         )
     return there.named(f"{name}:{place.local_rank}")
 
 
-def _asked(loaded: LoadedConfig) -> str:
-    parallel = loaded.config.parallel
-    return f"{KEY} = {parallel.tensor}" if parallel.data == 1 else f"parallel.data = {parallel.data}"
+def asked_for(layout: RankLayout) -> str:
+    """Return the keys that ask for several ranks, with their values."""
+    return " and ".join(f"{key} = {getattr(layout, key.partition('.')[2])}" for key in _keys(layout))
+
+
+def _keys(layout: RankLayout) -> list[str]:
+    return [f"parallel.{name}" for name in reversed(DIMENSIONS) if getattr(layout, name) > 1]
 
 
 def shard_of(place: Place) -> Shard | None:
@@ -104,8 +117,8 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
     """
     if place.size == 1:
         return
-    config, texts = loaded.config, list[str]()
-    if config.parallel.pipeline != 1:
+    config, texts, key = loaded.config, list[str](), _keys(place.layout)[0]
+    if not isinstance(config.parallel.pipeline, int):
         texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
@@ -119,8 +132,8 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"{facts.architecture} takes inputs besides text")
     if texts:
         raise NegotiationError(
-            f"{KEY} = {place.layout.tensor} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
+            f"{asked_for(place.layout)} ({loaded.origins[key].where}) cannot hold: {'; '.join(texts)}",
+            fix=f"remove what it cannot hold beside, or set {' and '.join(_keys(place.layout))} = 1",
         )
 
 
@@ -132,16 +145,20 @@ class CommunicatorChoice:
         descriptor: the plugin's, None for one rank.
         settings: the records for the plan.
         part: the plugin for the plan.
+        within_layers: whether it is called inside of forward passes, and not only between those of stages.
     """
 
     descriptor: Descriptor[Any] | None = None
     settings: tuple[Setting, ...] = ()
     part: Part | None = None
+    within_layers: bool = True
 
     @property
     def graphs_refusal(self) -> str | None:
         """Return the reason why no graph is captured, or None."""
-        if self.descriptor is None or self.descriptor.capabilities.graphs.value > GraphSupport.NEVER:
+        if self.descriptor is None or not self.within_layers:
+            return None
+        if self.descriptor.capabilities.graphs.value > GraphSupport.NEVER:
             return None
         return f"communicator {self.descriptor.name!r} cannot be captured"
 
@@ -157,12 +174,13 @@ def choose_communicator(
     if place.size == 1:
         return CommunicatorChoice()
     asked, origin = loaded.config.parallel.communicator, loaded.origins[COMMUNICATOR].where
+    largest, keys = max(place.layout.tensor, place.layout.pipeline), asked_for(place.layout)
     if asked != "auto":
         registry.load(Kind.COMMUNICATOR, asked, required=True)
     needs = [
         device_need(info),
         Need(capability="dtypes", value=dtype, origin=f"dtype {dtype}"),
-        Need(capability="max_ranks", value=place.layout.tensor, origin=f"{KEY} = {place.layout.tensor}"),
+        Need(capability="max_ranks", value=largest, origin=keys),
     ]
     if loaded.config.batch_invariant:
         needs.append(Need(capability="batch_invariant", value=True, origin="batch_invariant = true"))
@@ -179,15 +197,15 @@ def choose_communicator(
             usable.append(one)
     if not usable:
         raise NegotiationError(
-            f"{COMMUNICATOR} = {asked!r} ({origin}): no communicator joins {place.layout.tensor} ranks: "
-            f"{'; '.join(against)}",
-            fix="name or install one that fits, or set parallel.tensor = 1",
+            f"{COMMUNICATOR} = {asked!r} ({origin}): no communicator joins {place.size} ranks: {'; '.join(against)}",
+            fix=f"name or install one that fits, or set {' and '.join(_keys(place.layout))} = 1",
         )
     best = max(usable, key=lambda one: (one.capabilities.priority, one.name))
     assert best.descriptor is not None  # otherwise there would be a reason against it
     others = "".join(f"; not {text}" for text in against)
     record = registry.record(Kind.COMMUNICATOR, best.name)
     return CommunicatorChoice(
+        within_layers=place.layout.tensor > 1,
         descriptor=evolve(best.descriptor, capabilities=best.capabilities),
         settings=(
             Setting(

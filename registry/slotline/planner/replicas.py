@@ -43,7 +43,7 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
     if config.parallel.data == 1:
         return
     if config.parallel.pipeline != 1:
-        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
+        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers of one model")
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if config.kv_connector.name:

@@ -47,11 +47,13 @@ class Place:
         rank: its number, from 0.
         local_rank: its number among the ranks of its machine, which is the number of its device.
         layout: numbers of ranks in each dimension.
+        local_size: number of ranks on its machine, None if all are.
     """
 
     rank: int = 0
     local_rank: int = 0
     layout: RankLayout = RankLayout()
+    local_size: int | None = None
 
     @property
     def size(self) -> int:

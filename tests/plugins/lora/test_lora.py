@@ -489,7 +489,7 @@ def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
 
 def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them(engine, tiny, tmp_path):
     embedded = PeftOracle(tiny("llama_deep"), tmp_path, EMBEDDINGS)
-    llm = engine(tiny("llama_deep"), **EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": 3})
+    llm = engine(tiny("llama_deep"), **EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": ("cpu",) * 3})
     parts = llm.engine.extension("adapters")._lora._parts
     layers = [{path.split(".")[2] for path in part.lora.context.modules if ".layers." in path} for part in parts]
     assert set.union(*layers) == set("0123")
@@ -513,7 +513,7 @@ def test_products_over_stages_are_extended_and_planned_for_one_adapter(tiny, tmp
     named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
     settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 4, "memory": "8MiB"}
     oracle = PeftOracle(tiny("llama_deep"), tmp_path, ADAPTERS)
-    llm = LLM(tiny("llama_deep"), optimize=False, **{**settings, **LORA, **named, "parallel.pipeline": 2})
+    llm = LLM(tiny("llama_deep"), optimize=False, **{**settings, **LORA, **named, "parallel.pipeline": ("cpu",) * 2})
     expanded = expansions(llm)
     check(llm, oracle, ["plain", "stabilised", None], length=3)
     check(llm, oracle, ["stabilised", None], length=3)
@@ -522,7 +522,7 @@ def test_products_over_stages_are_extended_and_planned_for_one_adapter(tiny, tmp
 
 
 def test_an_adapter_that_a_later_stage_refuses_is_in_none(engine, oracle, monkeypatch):
-    llm = engine(**{"parallel.pipeline": 2})
+    llm = engine(**{"parallel.pipeline": ("cpu",) * 2})
     first, last = (part.lora for part in llm.engine.extension("adapters")._lora._parts)
 
     def refuses(name: str, path: str) -> int:
@@ -538,7 +538,7 @@ def test_an_adapter_that_a_later_stage_refuses_is_in_none(engine, oracle, monkey
 
 
 def test_an_adapter_is_merged_over_stages(engine, embedded):
-    llm = engine(**EMBEDDED, **{"lora.merge": True, "parallel.pipeline": 2})
+    llm = engine(**EMBEDDED, **{"lora.merge": True, "parallel.pipeline": ("cpu",) * 2})
     check(llm, embedded, ["both"])
     assert llm.remove_lora(embedded.request("both").lora_int_id)
     check(llm, embedded, [None])
@@ -564,7 +564,7 @@ def test_an_adapter_that_is_loaded_again_from_files_of_equal_size_and_time_has_t
         monkeypatch.setattr("slotline.plugins.lora.manager.slot_manager.files_of", lambda request: "")
     shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
     mine = LoRARequest("mine", 9, str(tmp_path / "mine"))
-    settings = {"merged": {"lora.merge": True}, "over stages": {"parallel.pipeline": 2}}.get(way, {})
+    settings = {"merged": {"lora.merge": True}, "over stages": {"parallel.pipeline": ("cpu",) * 2}}.get(way, {})
     if way == "pushed out":
         settings = {"lora.max_adapters": 1, "lora.max_cpu_adapters": 1}
     llm, prompt = engine(**settings), prompts_of(2)[1]
@@ -781,7 +781,7 @@ def test_a_configuration_that_cannot_hold_is_refused(llama, tiny):
     }
     for others, lacks in ((narrow, "staged"), ({"lora.name": "torch", **plain}, "'plain_decoder'.*staged_adapters")):
         with pytest.raises(NegotiationError, match=rf"{lacks}.*") as refused:
-            LLM(llama, **others, **{"parallel.pipeline": 2})
+            LLM(llama, **others, **{"parallel.pipeline": ("cpu",) * 2})
         assert "2 pipeline stages" in str(refused.value)
     with pytest.raises(NegotiationError, match="N134"):
         LLM(llama, **narrow, **{"lora.max_rank": 512})

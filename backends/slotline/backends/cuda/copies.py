@@ -12,6 +12,9 @@ from attrs import define
 from slotline.core.device.transfer_buffer import CopyBuffer
 from slotline.registry.contracts.device import Download
 
+_DOWNLOADS = 32
+"""Results of one dtype that are under way at most."""
+
 
 @define
 class _Copy:
@@ -66,8 +69,8 @@ class PinnedBuffer(CopyBuffer):
         return _Copy(host, shape, done)
 
     def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return pinned memory for a result; a step and the one prepared behind it have two downloads each at most."""
-        buffers = self._results.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 4)
+        """Return pinned memory for a result. Each of the steps in flight has two downloads at most."""
+        buffers = self._results.setdefault(dtype, [torch.empty(0, dtype=dtype)] * _DOWNLOADS)
         buffer = buffers.pop(0)
         if buffer.numel() < count:
             buffer = torch.empty(1 << (count - 1).bit_length(), dtype=dtype, pin_memory=True)

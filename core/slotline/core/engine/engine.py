@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from os import getpid
 from pathlib import Path
@@ -25,7 +26,7 @@ from slotline.core.engine.admission_hooks import AdmissionHooks
 from slotline.core.engine.engine_lock import EngineLock, exclusive
 from slotline.core.engine.input_processor import InputProcessor
 from slotline.core.engine.output_builder import request_output
-from slotline.core.engine.output_processor import OutputProcessor, StepResult
+from slotline.core.engine.output_processor import OutputProcessor, StepResult, joined
 from slotline.core.engine.recovery import Recovery
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
@@ -80,7 +81,8 @@ class Engine:
     Under asynchronous scheduling a step is scheduled, gathered and launched while the previous step still runs. Only
     then are the previous step's results handed out. The tokens of a step in flight are counted in the rows as if all
     that it verifies were accepted, and only the device knows them. A request that turns out to have ended took part in
-    one step too many, whose result is dropped.
+    one step too many, whose result is dropped. With `turns`, so many steps of different requests are in flight. One is
+    handed out before another with the same rows is sampled.
 
     Several threads may use an engine: each call waits until no other thread is in it. A callback of a step, for
     instance a function on logits, may call it again.
@@ -95,6 +97,7 @@ class Engine:
             them into the parameters. `add` takes the parameters as they are.
         device: the current one while the engine works.
         extensions: methods of the step extensions.
+        turns: steps that may be in flight, one less if they are not prepared before tokens are known.
         check: whether the integrity checker runs after each step.
         response_parser: reads the answers of chats. None if no parser fits the model.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
@@ -127,6 +130,7 @@ class Engine:
     cascade: CommonPrefixes = field(factory=CommonPrefixes)
     extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
+    turns: int = 1
     compiler: KernelCompiler | None = None
     check: bool = False
     startup: Mapping[str, float] = field(factory=dict)
@@ -138,7 +142,7 @@ class Engine:
     endings: RequestFinalizer = field(init=False)
     recovery: Recovery = field(init=False)
     lock: EngineLock = field(factory=EngineLock, init=False)
-    _in_flight: PendingStep | None = field(default=None, init=False)
+    _in_flight: deque[PendingStep] = field(factory=deque, init=False)  # the oldest first
     _log: list[CompiledKernel] = field(factory=list, init=False)  # of this step
     _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
     unsettled: bool = field(default=False, init=False)
@@ -358,7 +362,7 @@ class Engine:
     def settle(self) -> None:
         """Restore every unfinished request after a call was interrupted. No step may be running."""
         self._hurt = self.unsettled = self._closed = True
-        self._in_flight = None
+        self._in_flight.clear()
         self._ended += self.recovery.run()
         self._hurt = self.unsettled = self._closed = False
 
@@ -390,20 +394,22 @@ class Engine:
             self._ended += refused
         generations = self.rows.generation.copy()
         launched = self._launch(schedule) if schedule.num_tokens else None
-        result = None if self._in_flight is None else self._collect()  # of the previous step
+        result = self._collect_before(schedule.rows) if self._in_flight else None
         if launched is not None:
+            number = len(self._in_flight)
             started = self._sample(launched, schedule, generations)
-            if self._in_flight is not None:  # a step that was run by a callback of this one
+            while len(self._in_flight) > number:  # a step that was run by a callback of this one
                 self._collect()
-            self._in_flight = started
-            if not self.asynchronous:
-                result = self._collect()
+            self._in_flight.append(started)
+            if not self.asynchronous and len(self._in_flight) == self.turns:
+                result = self._collect() if result is None else joined(result, self._collect())
         result = result or StepResult()
         ended, self._ended = self._ended, []
         return evolve(result, finished=ended) if ended or result.finished else result
 
     def _check(self) -> None:
-        check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
+        rows = [step.schedule.rows for step in self._in_flight]
+        check_integrity(self.scheduler, np.concatenate(rows) if rows else ())
 
     @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -416,7 +422,7 @@ class Engine:
 
     def _queue_ready(self) -> list[Request]:
         """Queue the deferred requests that are ready. Return those that ended with an error."""
-        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+        idle = not self._in_flight and not self.scheduler.running and not self.scheduler.num_waiting
         failed: list[tuple[Request, BaseException]] = []
         for collect in self.extensions.collect_ready:
             ready, errors = collect(idle=idle, gives_way=lambda: bool(self.lock.line))
@@ -492,11 +498,23 @@ class Engine:
                 self.endings.finish([request], ["abort"], [None])
         (self._hurt, self.unsettled), self._closed = before, False
 
+    def _collect_before(self, rows: Int) -> StepResult:
+        """Hand out the steps in flight that a step of `rows` follows, or the oldest one if there are none of its."""
+        number = len(self._in_flight) - self.turns + 1
+        if self.turns > 1:
+            number = max(number, 0 if len(rows) else 1)
+            for place, step in enumerate(self._in_flight, 1):
+                number = place if np.isin(step.schedule.rows, rows).any() else number
+        result = self._collect() if number else StepResult()
+        for _ in range(1, number):
+            result = joined(result, self._collect())
+        return result
+
     def _collect(self) -> StepResult:
-        """Wait for the step in flight, if any, and hand its results out."""
-        step, self._in_flight = self._in_flight, None
-        if step is None:  # of a callback of the step
+        """Wait for the oldest step in flight, if any, and hand its results out."""
+        if not self._in_flight:  # a callback of the step has
             return StepResult()
+        step = self._in_flight.popleft()
         output = self.runner.head.finish(step.sampling)
         for spoiled in self.extensions.recompute:
             self.scheduler.recompute(spoiled())

@@ -37,6 +37,15 @@ class StepResult:
     finished: list[Request] = field(factory=list)
 
 
+def joined(first: StepResult, second: StepResult) -> StepResult:
+    """Return what two steps handed out."""
+    return StepResult(
+        rows=np.concatenate([first.rows, second.rows]),
+        token_ids=np.concatenate([first.token_ids, second.token_ids]),
+        finished=[*first.finished, *second.finished],
+    )
+
+
 @define(kw_only=True, eq=False)
 class OutputProcessor:
     """Writes a step's results.

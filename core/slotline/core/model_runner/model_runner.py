@@ -93,8 +93,9 @@ class ModelRunner:
         self.graphs = graphs
         self.count_nans = count_nans
         self.nan_cause = nan_cause
-        sampling = SamplingHead(self, pipeline, logprobs_mode, plain_draws)
-        self.head: OutputHead = next((other(self) for other in extensions.output_head), sampling)
+        self.head: OutputHead = SamplingHead(self, pipeline, logprobs_mode, plain_draws)
+        for other in extensions.output_head:
+            self.head = other(self)
 
     def run(self, inputs: ModelInputs) -> StepOutput:
         """Run one step from end to end."""

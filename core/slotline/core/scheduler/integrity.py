@@ -19,7 +19,7 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
     """Check everything that the scheduler, the rows and the cache say about each other.
 
     Args:
-        in_flight: rows of a step whose results are not handed out.
+        in_flight: rows of steps whose results are not handed out. Their tokens to verify may be computed already.
 
     Raises:
         IntegrityError: naming the parts that disagree.
@@ -38,14 +38,19 @@ def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArr
             raise IntegrityError(
                 f"running request {request.request_id!r} is {request.status.value} in row {request.row}"
             )
-    _check_progress(scheduler, set(map(int, in_flight)))
+    started = set(map(int, in_flight))
+    _check_progress(scheduler, started)
     running = {request.row for request in scheduler.running}
     for row, request in enumerate(rows.requests):
         if request is not None and row not in running and request.status is not Status.PREEMPTED:
             raise IntegrityError(
                 f"row {row} is held by request {request.request_id!r}, which is {request.status.value}"
             )
-        if request is not None and not rows.num_computed_tokens[row] <= rows.num_tokens[row] <= rows.max_model_len:
+        if request is None:
+            continue
+        verifies = row in started and not rows.num_pending[row]
+        known = rows.max_model_len if verifies else rows.num_tokens[row]
+        if not (rows.num_computed_tokens[row] <= known and rows.num_tokens[row] <= rows.max_model_len):
             raise IntegrityError(
                 f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,8 @@ _SUM = _queued(distributed_c10d.AllreduceOptions())
 _SCATTERED = _queued(distributed_c10d.ReduceScatterOptions())
 _GATHERED = _queued(distributed_c10d.AllgatherOptions())  # type: ignore[attr-defined]
 _EXCHANGED = distributed_c10d.AllToAllOptions()
+_MOST_SENT = 8
+"""Copies of sent tensors for each rank that are kept until they were received."""
 _SLICE = timedelta(seconds=0.2)
 """How often a rank that waits on the host looks whether the group was aborted."""
 
@@ -121,11 +124,13 @@ class GlooCommunicator(TorchCommunicator):
     gloo adds numbers of sixteen bits with a rounding after each rank, so they are added in float32 here. Its sums are
     made in another order for each part of a tensor. Where numbers must not hang on the batch, all ranks gather the
     tensors and add them in order of the ranks. gloo cannot end a collective that waits, so the host waits in slices.
-    A thread waits for a sending or receiving, which fails where a slice ends.
+    A thread waits for a sending or receiving, which fails where a slice ends. What is sent is copied, so that the
+    sender goes on.
     """
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context, "gloo")
+        self._sent: deque[tuple[distributed.Work | None, torch.Tensor]] = deque()
         self._ordered = context.batch_invariant and self.size > 2  # a + b is b + a
         self._aborted = threading.Event()
 
@@ -179,6 +184,12 @@ class GlooCommunicator(TorchCommunicator):
         if x.dtype == torch.float32:
             return super().all_reduce(x)
         return super().all_reduce(x.float()).to(x.dtype)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        kept = x.clone()
+        self._sent.append((self._group.send([kept], to, 0), kept))
+        while len(self._sent) > _MOST_SENT * self.size:
+            self.wait_for_peer(self._sent.popleft()[0], f"send to {to}")
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         part: torch.Tensor = self.all_reduce(x.clone()).chunk(self.size)[self.rank]

@@ -13,6 +13,7 @@ from slotline.plugins.model_families import (
     binding,
     checkpoint,
     offload,
+    own_stage,
     random_weights,
     rope,
     saved_model,
@@ -72,6 +73,7 @@ def build(context: ModelContext, load: Load) -> Built:
     holder, notes = _bind(hf_model, context)
     notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
     notes += () if joined is None else joined.notes
+    complete = own_stage.leave_out(hf_model, own_stage.own_stage(hf_model, context.own_stage))
     parts = stages.parts_of(hf_model, context.device, context.stages)
     stages.separate(hf_model, parts)
     if context.offload_bytes:
@@ -86,7 +88,9 @@ def build(context: ModelContext, load: Load) -> Built:
         hf_model.encoder = encoder.to(parts[0].device)
     if joined is not None:
         assert context.communicator is not None
+        joined = own_stage.own_joined(hf_model, joined)
         install(hf_model, joined, context.communicator, fused=context.optimize)
+    complete()
     parts_of_rank = {} if joined is None else joined.parts
     return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed), parts_of_rank)
 
@@ -99,6 +103,7 @@ def read_plain(context: ModelContext, load: Load) -> Any:
     rope.freeze(fresh, context.facts.max_model_len)
     temperature.settle(fresh, context.facts.max_model_len)
     sparse_index.settle(fresh, context.facts.max_model_len)
+    own_stage.leave_out(fresh, own_stage.own_stage(fresh, context.own_stage))()
     stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
     if encoder is not None:
         fresh.encoder = encoder

@@ -28,6 +28,7 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
+from slotline.plugins.model_families.layer_calls import LayerCalls
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.expert_parallel import numbers_of_experts
 from slotline.plugins.model_families.unknown_values import UnknownValues
@@ -231,12 +232,12 @@ def _seen(look: _Look) -> _Seen:
     notes = () if look.shard is None else divide(model, look.shard).notes
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
-    layers, host_copies = _watch(model, look.found, look.max_model_len, state_layers)
+    layers, host_copies, chained = _watch(model, look.found, look.max_model_len, state_layers)
     return _Seen(
         layers=layers,
         state_layers=state_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        parts=None if state_layers else _parts(model, layers),
+        parts=_parts(model, layers, state_layers, chained=chained),
         host_copies=host_copies,
         default_max_model_len=min(filter(None, limits), default=None),
         vocab_size=vocab_size,
@@ -271,8 +272,8 @@ def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.
 
 def _watch(
     model: Any, found: Checkpoint, max_model_len: int, state_layers: tuple[StateLayer, ...]
-) -> tuple[tuple[AttentionLayer, ...], int]:
-    """Return the attention layers that one forward calls, and the number of its copies from the host."""
+) -> tuple[tuple[AttentionLayer, ...], int, bool]:
+    """Return the attention layers that one forward calls, the number of its copies from the host, and `chained`."""
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)
@@ -284,24 +285,22 @@ def _watch(
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")  # [1, PROBE_TOKENS]
     given = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     given = structure.taking(model.base_model.forward, given)
-    ran: set[torch.nn.Module] = set()
-    handles = [
-        layer.register_forward_pre_hook(lambda layer, _: ran.add(layer))
-        for layer in getattr(model.base_model, "layers", ())
-    ]
-    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced), UnknownValues(), HostCopies() as copies:
+    calls = LayerCalls(model)
+    serving = holder.serving(binding.no_attend, _unadvanced)
+    with torch.no_grad(), serving, UnknownValues(), calls.watched(), HostCopies() as copies:
         model.base_model(**given)
-    for handle in handles:
-        handle.remove()
     if not found.is_vetted:
-        _refuse_unfound(found, model, ran, tuple(recorder.layers), state_layers)
-    return tuple(recorder.layers), copies.count
+        _refuse_unfound(found, model, calls.ran, tuple(recorder.layers), state_layers)
+    return tuple(recorder.layers), copies.count, calls.chained
 
 
-def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
+def _parts(
+    model: Any, layers: tuple[AttentionLayer, ...], state_layers: tuple[StateLayer, ...], *, chained: bool
+) -> ModelParts | None:
     """Return the parts that can be on different devices: the embedding, each decoder layer, the final norm with a head.
 
-    None for a model whose layers or last norm have other names. Its weights stay on one device.
+    None for a model whose layers or last norm are not found, or whose layers share modules. Its weights stay on one
+    device.
     """
     base = model.base_model  # the model itself where it has no head
     own = set(base.children())
@@ -309,12 +308,26 @@ def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
         return None
     heads = () if model is base else [child for child in model.children() if child is not base]
     owners = {module: number for number, layer in enumerate(base.layers) for module in layer.modules()}
+    if len(owners) != sum(len(list(layer.modules())) for layer in base.layers):
+        return None
     return ModelParts(
         embedding=_count(base.get_input_embeddings()),
         layers=tuple(map(_count, base.layers)),
         head=_count(base.norm) + sum(map(_count, heads)),
         attention=tuple(owners[model.get_submodule(binding.module_of(layer.name))] for layer in layers),
+        chained=chained,
+        states=tuple(owners[_mixer(model, layer.name)] for layer in state_layers),
     )
+
+
+def _mixer(model: Any, name: str) -> torch.nn.Module:
+    """Return the innermost module that a state layer's name leads to: the rest of it names a tensor."""
+    module: torch.nn.Module = model
+    for part in name.split("."):
+        if part not in module._modules:
+            break
+        module = module.get_submodule(part)
+    return module
 
 
 def _count(module: torch.nn.Module) -> int:

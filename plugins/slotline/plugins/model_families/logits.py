@@ -118,7 +118,7 @@ def head_of(hf_model: Any, *, vetted: bool) -> LogitsHead | WholeHead:
     whole = WholeHead(hf_model)
     if not isinstance(getattr(hf_model, "lm_head", None), nn.Module):
         return whole
-    weight = hf_model.get_input_embeddings().weight
+    weight = next(one for one in hf_model.parameters() if one.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(3, structure.hidden_size(hf_model), generator=generator).to(weight.device, weight.dtype)
     with torch.no_grad():

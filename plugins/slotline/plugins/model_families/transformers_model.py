@@ -14,6 +14,7 @@ from slotline.plugins.model_families import (
     building,
     inspection,
     loading,
+    own_stage,
     random_weights,
     saved_model,
     stages,
@@ -94,17 +95,24 @@ class DecoderModel:
         built = building.build(context, self._load)
         self.hf_model, self._holder, self._origin = built.hf_model, built.holder, built.origin
         self._divided = built.parts
-        self._parts = stages.parts_of(self.hf_model, context.device, context.stages)
+        self._parts = own_stage.parts_of(self.hf_model, context)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
         vetted = type(self.hf_model).__name__ in SERVED
-        self._head = head_of(self.hf_model, vetted=vetted) if self.pooler is None else NoHead(self.hf_model)
+        has_head = self.pooler is None and own_stage.gives_logits(self.hf_model, context.own_stage)
+        self._head = head_of(self.hf_model, vetted=vetted) if has_head else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
-        self._loop, loop_notes = choose_loop(
-            self.hf_model, self._holder, self._head, self._parts, lean=options.lean, known=self._origin.lean
-        )
+        stage = own_stage.own_stage(self.hf_model, context.own_stage)
+        if stage is not None:
+            self._loop, loop_notes = own_stage.choose_stage_loop(
+                self.hf_model, self._holder, stage, self._parts[0], lean=options.lean
+            )
+        else:
+            self._loop, loop_notes = choose_loop(
+                self.hf_model, self._holder, self._head, self._parts, lean=options.lean, known=self._origin.lean
+            )
+            keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self._origin.lean = isinstance(self._loop, LeanLoop)
-        keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self.notes: tuple[str, ...] = built.notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
@@ -121,8 +129,11 @@ class DecoderModel:
         advance: Advance | None = None,
         tap: Tap | None = None,
         fast_prefill: bool = False,
+        received: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
+        """See `slotline.registry.contracts.model_family.MultimodalModel.forward` and `StageModel.forward`."""
+        if received is not None:
+            inputs_embeds = received
         if fast_prefill:
             with self._holder.serving(attend, advance, wanted):
                 return self._loop(input_ids, positions, None, inputs_embeds, tap)[0]  # [n, hidden_size]

@@ -48,11 +48,20 @@ class StateDispatcher:
         states: by layer index.
         num_slots: in each of their tensors.
         device: of the states.
+        slot_bytes: bytes of a slot over all layers.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int, device: str) -> None:
+    def __init__(
+        self,
+        groups: Sequence[StateGroup],
+        states: Mapping[int, State],
+        num_slots: int,
+        device: str,
+        slot_bytes: int = 0,
+    ) -> None:
         self.groups = tuple(groups)
         self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
         self._device = device
         self._plans: list[Any] = []
         self._checks: OutputChecks | None = None  # of the outputs of backends in the planned step, if it is eager

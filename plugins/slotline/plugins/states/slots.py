@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from attrs import evolve
+
 from slotline.builder.parts import Parts
 from slotline.builder.sizing import room_for
 from slotline.planner.state_specs import HeldStates
@@ -35,8 +37,9 @@ def build_dispatcher(parts: Parts, held: Sequence[HeldStates]) -> StateDispatche
     planned, rows = parts.planned, parts.rows
     memory = planned.plan.states
     assert memory is not None
+    own = [evolve(one, layers=planned.stages.own(one.layers)) for one in held]
     num_slots = count_slots(
-        memory.slot_bytes,
+        slot_bytes(own),
         rows.max_requests,
         memory.checkpoints,
         planned.loaded.config.cache.memory,
@@ -45,12 +48,22 @@ def build_dispatcher(parts: Parts, held: Sequence[HeldStates]) -> StateDispatche
         beside=memory.rollback_bytes // rows.max_requests,
         device=None if planned.on_host else planned.hardware[planned.device],
     )
+    num_slots = parts.agree(num_slots)
     if planned.plan.prefix_caching and num_slots == rows.max_requests:
         logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
-    groups = [_group(parts, group) for group in planned.plan.state_groups]
+    groups = [
+        _group(parts, evolve(group, layers=planned.stages.own(group.layers)))
+        for group in planned.plan.state_groups
+        if planned.stages.own(group.layers)
+    ]
     zeros = {device: found.zeros for device, found in planned.hardware.items()}
-    states = allocate(held, num_slots, planned.device, lambda count, device: zeros[device](count))
-    return StateDispatcher(groups, states, num_slots, planned.device)
+    states = allocate(own, num_slots, planned.device, lambda count, device: zeros[device](count))
+    return StateDispatcher(groups, states, num_slots, planned.device, slot_bytes(own))
+
+
+def slot_bytes(held: Sequence[HeldStates]) -> int:
+    """Return the bytes of a slot over all layers."""
+    return sum(one.spec.page_bytes(layer) for one in held for layer in one.layers)
 
 
 def _group(parts: Parts, group: StateGroupPlan) -> StateGroup:
@@ -102,7 +115,7 @@ def count_slots(
     """
     room = size_in_bytes(asked) if isinstance(asked, str) else room_for(memory, asked, explicit=explicit, device=device)
     row = each if isinstance(asked, str) else each + beside
-    fits = max(room, 0) // row
+    fits = max(room, 0) // max(row, 1)
     if num_rows > fits:
         what = "states" if row == each else "states, and their copies for drafts that fall,"
         raise CapacityError(
@@ -111,12 +124,12 @@ def count_slots(
             fix=f"set scheduler.max_requests = {fits}" if fits else "raise cache.memory",
         )
     if isinstance(checkpoints, str):
-        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * row)) // each)
+        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * row)) // max(each, 1))
     elif num_rows * row + checkpoints * each > room:
         raise CapacityError(
             f"state.checkpoints = {checkpoints} beside the states of {num_rows} requests take "
             f"{num_rows * row + checkpoints * each} bytes, {each} each, and cache.memory = {asked!r} leaves "
             f"{max(room, 0)}",
-            fix=f"set state.checkpoints = {(room - num_rows * row) // each}, or raise cache.memory",
+            fix=f"set state.checkpoints = {(room - num_rows * row) // max(each, 1)}, or raise cache.memory",
         )
     return num_rows + checkpoints

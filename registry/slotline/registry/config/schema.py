@@ -250,7 +250,9 @@ class ParallelConfig:
     pipeline: int | tuple[str, ...] = field(
         default=1,
         validator=number_or_names,
-        metadata=_doc("devices of the pipeline stages in order, or the number of devices of `device`'s type"),
+        metadata=_doc(
+            "ranks among which the layers are divided; or devices of one process among which they are, in order"
+        ),
     )
     layers: tuple[int, ...] = field(
         default=(), metadata=_doc("layers of each pipeline stage; empty balances the stages by their parameters")

@@ -52,6 +52,7 @@ CARRIED: tuple[str, ...] = (
     "kv_transfer",
     "microbatches",
     "multimodal",
+    "pipeline_ranks",
     "pooling",
     "repeated_steps",
     "states",
@@ -514,7 +515,7 @@ class FeatureExtension(StepExtension, Protocol):
         """Return the `OutputHead` that ends each step in place of sampling. One extension may have this method.
 
         Args:
-            runner: `slotline.core.model_runner.model_runner.ModelRunner`, whose other attributes are set.
+            runner: `slotline.core.model_runner.model_runner.ModelRunner`, whose attributes are set. Its `head` samples.
         """
         ...
 

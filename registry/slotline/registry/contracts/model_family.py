@@ -106,6 +106,7 @@ class ModelFamilyCapabilities:
         tensor: most ranks among which `load` can divide a model's layers. `inspect` takes `shard` then, and gives the
             facts of a rank's part.
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
+        pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
     """
 
     architectures: Set[str]
@@ -123,6 +124,7 @@ class ModelFamilyCapabilities:
     load_formats: Set[str] = Set(("hf",))
     tensor: Max = Max(1)
     experts: Flag = Flag(False)
+    pipeline_ranks: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -155,12 +157,17 @@ class ModelParts:
         head: number of parameters after the last layer. An output projection counts here even if it is tied to the
             embedding.
         attention: for each of `ModelFacts.layers`, the index of its model layer.
+        states: for each of `ModelFacts.state_layers`, the index of its model layer.
+        chained: whether all that a layer reads of the layers before it and of the tokens are hidden states
+            [num_tokens, hidden_size].
     """
 
     embedding: int
     layers: tuple[int, ...]
     head: int
     attention: tuple[int, ...]
+    states: tuple[int, ...] = ()
+    chained: bool = True
 
 
 @frozen(kw_only=True)
@@ -286,6 +293,8 @@ class ModelContext:
             the whole model.
         communicator: of the tensor group, which joins what the parts give. None without a shard. The outputs of
             `Model` are those of the whole model on each rank, bitwise the same.
+        own_stage: the stage to load alone, for a family that declares `pipeline_ranks`. The other stages are with other
+            ranks, and nothing of them stays in memory. None for the whole model.
     """
 
     contract: int
@@ -304,6 +313,7 @@ class ModelContext:
     weights: ModelWeights | None = None
     shard: Shard | None = None
     communicator: Communicator | None = None
+    own_stage: Stage | None = None
 
 
 class Model(Protocol):
@@ -375,6 +385,33 @@ class Model(Protocol):
 
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, from the checkpoint's folder or from another one with the same shapes."""
+        ...
+
+
+class StageModel(Model, Protocol):
+    """Protocol of one stage of a pipeline over ranks. Only the last stage has `compute_logits`."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        *,
+        advance: Advance | None = None,
+        tap: Tap | None = None,
+        fast_prefill: bool = False,
+        received: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run flattened tokens through the stage, see `Model.forward`.
+
+        Args:
+            received: [num_tokens, hidden_size], what the stage before returned. None for the first stage.
+
+        Returns:
+            Of the last stage, hidden states [n, hidden_size] or [num_tokens, hidden_size]. Of another one, the input of
+            the next stage's first layer [num_tokens, hidden_size]. `wanted` is not given then.
+        """
         ...
 
 

@@ -1,0 +1,120 @@
+"""Pipeline parallelism over ranks: which ranks have which layers, and what does not work beside it.
+
+Every rank plans the whole model, so that all of them schedule alike and have the same plan. It then loads only its own
+stage. `pipeline_parallel` has the division itself, and stages over devices of one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve
+
+from slotline.planner.pipeline_parallel import Stages, divide
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import ModelFacts, Stage
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation import Setting
+from slotline.registry.ranks import Place
+
+KEY = "parallel.pipeline"
+
+
+def stages_of_ranks(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any], place: Place) -> Stages:
+    """Give each rank its layers. A stage's `device` names its ranks. A single stage if the layers are not divided.
+
+    Raises:
+        NegotiationError: if the family or the model cannot be divided that way.
+    """
+    count, inner = place.layout.pipeline, place.layout.tensor
+    names = [
+        f"rank {first}" if inner == 1 else f"ranks {first} to {first + inner - 1}"
+        for first in range(0, count * inner, inner)
+    ]
+    return divide(loaded, names, facts, family, capability="pipeline_ranks")
+
+
+def own_stages(stages: Stages, place: Place, device: str) -> Stages:
+    """Return the placement of what a rank has itself: one stage, and -1 for layers that other ranks have."""
+    index = place.index("pipeline")
+
+    def owners(of: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(0 if stage == index else -1 for stage in of)
+
+    return Stages(
+        (evolve(stages.stages[index], device=device),), owners(stages.of_layer), of_state=owners(stages.of_state)
+    )
+
+
+def refuse_beside_stages(
+    loaded: LoadedConfig, facts: ModelFacts, drafter: Descriptor[Any] | None, place: Place, *, task: str, form: str
+) -> None:
+    """Refuse what does not work over several stages of ranks, beside what no ranks can do (`ranks`).
+
+    Args:
+        form: of the weights, see `ModelContext.load_format`.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    if place.layout.pipeline == 1:
+        return
+    config, texts = loaded.config, list[str]()
+    if facts.parts is not None and not facts.parts.chained:
+        texts.append(f"layers of {facts.architecture} read more of the tokens than hidden states")
+    if task != "generate":
+        texts.append(f"task {task!r} reads hidden states of whole prompts")
+    if any(layer.attention_type != "decoder" for layer in facts.layers):
+        texts.append(f"{facts.architecture} has layers that are no decoder's")
+    if config.scheduler.microbatches > 1:
+        texts.append(
+            f"scheduler.microbatches = {config.scheduler.microbatches}: the ranks work on different steps at a time"
+        )
+    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
+        texts.append(f"drafter {drafter.name!r} reads hidden states, which one rank has")
+    if drafter is not None and drafter.capabilities.on_device and not drafter.capabilities.needs_history:
+        texts.append(f"drafter {drafter.name!r} proposes on the device that samples, and other ranks have none")
+    if drafter is not None and drafter.capabilities.tree.support:
+        texts.append(f"drafter {drafter.name!r} proposes trees")
+    if config.lora.name:
+        texts.append(f"lora.name = {config.lora.name!r}: adapters are not divided among stages")
+    if config.weights.quantize or facts.weight_modules:
+        texts.append("quantized weights are not divided among stages")
+    if form == "sharded":
+        texts.append(f"weights in {str(facts.path)!r} were saved from one device, with all layers")
+    if config.extensions:
+        texts.append(f"extensions {', '.join(map(repr, config.extensions))} see the steps of one rank")
+    if texts:
+        raise NegotiationError(
+            f"{KEY} = {place.layout.pipeline} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
+            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
+        )
+
+
+def pipeline_setting(loaded: LoadedConfig, stages: tuple[Stage, ...], turns: int) -> tuple[Setting, ...]:
+    """Return the record of the stages of ranks. Empty for one rank."""
+    if not stages:
+        return ()
+    held = "; ".join(
+        f"layers {one.first_layer} to {one.end_layer - 1}, {one.num_parameters:,} parameters on {one.device}"
+        for one in stages
+    )
+    ahead = f"{turns} steps of different requests at a time" if turns > 1 else "one step at a time"
+    return (
+        Setting(
+            key=KEY,
+            asked=str(len(stages)),
+            resolved=str(len(stages)),
+            origin=f"{loaded.origins[KEY].where}: {held}; {ahead}",
+            explicit=True,
+        ),
+    )
+
+
+def turns_of(place: Place, *, rolls_back: bool) -> int:
+    """Return the number of steps with different requests that are under way at a time, so that all stages have work.
+
+    One if states are rolled back to accepted drafts.
+    """
+    return 1 if rolls_back else place.layout.pipeline
