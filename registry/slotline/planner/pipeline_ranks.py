@@ -77,6 +77,8 @@ def refuse_beside_stages(
         texts.append(f"drafter {drafter.name!r} proposes on the device that samples, and other ranks have none")
     if drafter is not None and drafter.capabilities.tree.support:
         texts.append(f"drafter {drafter.name!r} proposes trees")
+    if config.parallel.expert > 1:
+        texts.append(f"parallel.expert = {config.parallel.expert}: experts are placed over all layers at once")
     if config.lora.name:
         texts.append(f"lora.name = {config.lora.name!r}: adapters are not divided among stages")
     if config.weights.quantize or facts.weight_modules:

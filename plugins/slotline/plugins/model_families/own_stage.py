@@ -108,6 +108,7 @@ def own_joined(hf_model: nn.Module, joined: Joined) -> Joined:
         embeddings={name: joined.embeddings[name] for name in there(joined.embeddings)},
         gathered={name: joined.gathered[name] for name in there(joined.gathered)},
         joining=there(joined.joining),
+        mixtures=there(joined.mixtures),
     )
 
 
