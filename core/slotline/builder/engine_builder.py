@@ -7,7 +7,7 @@ from functools import partial
 
 from attrs import define, evolve, field
 
-from slotline.builder.communicators import Ranks, build_communicators, compare, fewest
+from slotline.builder.communicators import Ranks, build_communicator, build_communicators, compare, fewest
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graph_capturer import GraphCapturer

@@ -77,6 +77,8 @@ def refuse_beside_stages(
         texts.append(f"drafter {drafter.name!r} proposes on the device that samples, and other ranks have none")
     if drafter is not None and drafter.capabilities.tree.support:
         texts.append(f"drafter {drafter.name!r} proposes trees")
+    if config.parallel.decode_context > 1:
+        texts.append(f"parallel.decode_context = {config.parallel.decode_context}: it was not tried over stages")
     if config.parallel.expert > 1:
         texts.append(f"parallel.expert = {config.parallel.expert}: experts are placed over all layers at once")
     if config.lora.name:
