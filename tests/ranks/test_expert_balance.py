@@ -200,3 +200,15 @@ def test_moves_lead_from_one_placement_to_another(case: tuple[Any, int, int], ra
         assert [move.sent[rank] for move in moves] == list(one.received)
         held[rank][list(one.filled)] = np.concatenate([part[rank] for part in parts])
     assert np.array_equal(held.reshape(-1), new)
+
+
+def test_a_stage_without_mixtures_has_nothing_to_move() -> None:
+    class Dense:
+        def expert_loads(self) -> list[torch.Tensor]:
+            return []
+
+        def expert_placements(self) -> list[Any]:
+            return []
+
+    report = balance_of(Dense(), 2, 0).rebalance()
+    assert (report.tokens, report.before, report.after, report.moved) == (0, 1.0, 1.0, 0)

@@ -79,6 +79,9 @@ class ExpertBalance:
         self._steps = 0
         loads = [one.cpu().numpy().astype(np.float64) for one in self.model.expert_loads()]
         old = [np.asarray(one) for one in self.model.expert_placements()]
+        if not old:  # as in a stage of dense layers
+            self.last = BalanceReport(tokens=0, before=1.0, after=1.0, moved=0)
+            return self.last
         new = [
             settled(layer, was, self.ranks) for layer, was in zip(self._placed(loads, len(old[0])), old, strict=True)
         ]

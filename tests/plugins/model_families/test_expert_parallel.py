@@ -159,9 +159,17 @@ def test_uneven_shares_are_refused(size: int, redundant: int) -> None:
     assert caught.value.fix == f"set parallel.redundant_experts = {-EXPERTS % size}"
 
 
-def test_a_model_without_a_mixture_is_refused() -> None:
-    with pytest.raises(NegotiationError, match="no mixture whose experts ranks can share"):
-        expert_parallel.refuse_none([], Shard(rank=0, size=2, experts=True))
+def test_a_mixture_that_no_recipe_knows_is_refused_by_name() -> None:
+    found = [
+        ("dense", torch.nn.Linear(2, 2)),
+        ("one", mixture("mixtral", "eager")),
+        ("two", mixture("mixtral", "eager")),
+    ]
+    shared, divided_ones = Shard(rank=0, size=2, experts=True), Shard(rank=0, size=2)
+    with pytest.raises(NegotiationError, match="no recipe shares the experts of 'two'"):
+        expert_parallel.refuse_left(found, ["one"], shared)
+    expert_parallel.refuse_left(found, ["one", "two"], shared)
+    expert_parallel.refuse_left(found, [], divided_ones)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -62,7 +62,7 @@ def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
             + "".join(f"; {note}" for note in work.joined.notes),
             fix="set parallel.tensor = 1",
         )
-    expert_parallel.refuse_none(work.joined.mixtures, shard)
+    expert_parallel.refuse_left(named, work.joined.mixtures, shard)
     vocabulary.divide(work, hf_model)
     work.joined.cuts = parts.collect(hf_model)
     work.joined.parts = parts.module_parts(hf_model, work.joined.cuts)

@@ -6,7 +6,7 @@ the expert of each slot: those of rank r are the slots from r * n on, if each ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,16 @@ _COPIES = 24
 """Entries of an expert if there are redundant slots: a multiple of most numbers of copies."""
 
 
-def refuse_none(mixtures: Sequence[str], shard: Shard) -> None:
-    """Refuse a model whose experts no ranks can share.
+def refuse_left(named: Iterable[tuple[str, Any]], mixtures: Collection[str], shard: Shard) -> None:
+    """Refuse a model that has mixtures besides those whose experts the ranks share.
 
     Raises:
-        NegotiationError: if ranks should share experts, and there are no mixtures.
+        NegotiationError: naming the first one.
     """
-    if shard.experts and not mixtures:
+    left = [name for name, module in named if is_mixture(module) and name not in mixtures]
+    if shard.experts and left:
         raise NegotiationError(
-            f"parallel.expert = {shard.size}: the model has no mixture whose experts ranks can share",
+            f"parallel.expert = {shard.size}: no recipe shares the experts of {left[0]!r}",
             fix="set parallel.expert = 1",
         )
 
