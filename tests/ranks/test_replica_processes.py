@@ -52,12 +52,15 @@ def test_a_stopped_process_is_found_and_two_ranks_make_a_replica() -> None:
     llm = LLM(data=2, tensor=2, **SETTINGS)
     expected = [output.outputs[0].text for output in LLM(**SETTINGS).generate(PROMPTS)]
     assert [output.outputs[0].text for output in llm.generate(PROMPTS)] == expected
+    family = psutil.Process().children(recursive=True)
+    assert len(family) >= 4  # of which two are not children of this process
     stopped = threading.Timer(0.5, os.kill, (llm.front.links.pid_of(0), signal.SIGSTOP))
     stopped.start()
     start = time.monotonic()
     with pytest.raises(RankError, match="replica 0 failed: its process was stopped by a signal"):
         llm.generate(PROMPTS, LONG)
     assert time.monotonic() - start < 30
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 @pytest.mark.usefixtures("none_left")
