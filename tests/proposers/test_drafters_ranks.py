@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tiny = Callable[..., Path]
 PROMPTS = random_prompts([5, 40, 17, 2, 30], seed=3)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
-DRAFTERS = ("ngram", "suffix", "eagle", "eagle3", "medusa", "medusa_tree", "draft_model", "mtp")
+DRAFTERS = [
+    *("eagle3", "medusa_tree", "draft_model", "mtp"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "suffix", "eagle", "medusa")),
+]
 
 
 def checkpoints(name: str, tiny: Tiny, root: Path) -> tuple[Path, Path | None]:
@@ -75,7 +78,7 @@ def test_a_drafter_drafts_over_ranks_what_it_drafts_alone(
     ranks.close()
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lengths_adapt_to_the_times_of_rank_0_alone(tiny: Tiny, overlapped: bool) -> None:
     settings = {"drafter.name": "draft_model", "drafter.path": str(tiny("llama")), "scheduler.async": overlapped}
     ranks = ThreadRanks(tiny("llama"), **settings, **{"drafter.adaptive": True, "cache.memory": "8MiB"})

@@ -39,13 +39,13 @@ def answered(path: Path, **settings: Any) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize(
     "form",
     [
-        "compressed-tensors W8A16",
-        "compressed-tensors FP8 tensor",
         "compressed-tensors FP8 block",
         "compressed-tensors W4A16 with zero points",
-        "GPTQ",
         "AWQ",
-        "bitsandbytes NF4",
+        pytest.param("compressed-tensors W8A16", marks=pytest.mark.slow),
+        pytest.param("compressed-tensors FP8 tensor", marks=pytest.mark.slow),
+        pytest.param("GPTQ", marks=pytest.mark.slow),
+        pytest.param("bitsandbytes NF4", marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_answers_over_ranks_like_the_dequantized_model(form: str, plain: Path, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_act_order_keeps_all_groups_of_a_part(plain: Path, tmp_path: Path) -> No
         over_ranks(tmp_path / "quantized", **{"weights.linear": "numba"})
 
 
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_plain_weights_are_quantized_whole_and_then_cut(method: str, plain: Path) -> None:
     settings = {"weights.quantize": method}
     same(answered(plain, **settings), answer(engine(plain, optimize=True, **settings)))
