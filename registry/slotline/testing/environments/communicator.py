@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -215,6 +216,7 @@ def refuse_size(subject: Subject, size: int) -> None:
         raise NotApplicable(f"{size} ranks need {size} devices {kind}, and there are {there}")
 
 
+@cache
 def _in_host_memory(kind: str) -> bool:
     from slotline.registry.discovery import PluginRegistry
 
@@ -224,6 +226,7 @@ def _in_host_memory(kind: str) -> bool:
     return bool(descriptor.capabilities.host_memory.support)
 
 
+@cache
 def _devices() -> Any:
     from slotline.registry.devices import Devices
     from slotline.registry.discovery import PluginRegistry

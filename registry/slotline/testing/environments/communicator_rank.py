@@ -124,7 +124,10 @@ def perform(task: Task) -> Any:
     store = distributed.FileStore(task.file, task.size)  # type: ignore[attr-defined]
     try:
         distributed.init_process_group("gloo", store=store, rank=task.rank, world_size=task.size, timeout=_JOIN_TIMEOUT)
+        distributed.barrier()  # a rank that leaves early would end the joining of the others
     except RuntimeError as error:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
         distributed.distributed_c10d._world.group_count = 0  # as the other ranks count
         raise NotJoined(str(error)) from error
     made: list[Communicator] = []
