@@ -1,6 +1,6 @@
 """Host cost of a decode step of several ranks beside one process: what telling the others and watching them takes.
 
-    python benchmarks/ranks_host.py [--requests 256] [--steps 300] [--ranks 2] [--rounds 5] [--read] [--json FILE]
+    python benchmarks/ranks_host.py [--requests 256] [--steps 20] [--ranks 2] [--rounds 75] [--read] [--json FILE]
 
 The engines are those of host_step.py, with no arithmetic and no collectives. The other ranks are real processes that
 rank 0 tells what it is asked to do, as with `tensor = 2`. Both engines are timed in turns. The time of rank 0's thread
@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import os
 import statistics
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,11 @@ def follow(port: int, rank: int, ranks: int, requests: int, steps: int, reads: b
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     link = Link(store, rank, partial(os._exit, 0))
-    while reads:
-        link.log.recv_bytes()
+    with suppress(EOFError, OSError):
+        while reads:
+            link.log.recv_bytes()
+    if reads:
+        return
     ranked(RankGroup(place(rank, ranks), store, owner=False), None, link, requests, steps).follow()
 
 
@@ -73,9 +77,9 @@ def rounds_of(engine: Engine, steps: int, rounds: int, other: Engine) -> tuple[l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=positive, default=256)
-    parser.add_argument("--steps", type=positive, default=300, help="of a round")
+    parser.add_argument("--steps", type=positive, default=20, help="of a round")
     parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--rounds", type=positive, default=75)
     parser.add_argument("--read", action="store_true", help="the other ranks only read what they are told")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     given = parser.parse_args()
@@ -96,6 +100,7 @@ def main() -> None:
     alone = build(given.requests, total)
     for one in (engine, alone):
         measure(one, given.requests, 1, detokenize=False, tokens=tokens_given(total))
+        one.profiler.disable()
     found = rounds_of(alone, given.steps, given.rounds, engine)
     links.close()
     for process in processes:

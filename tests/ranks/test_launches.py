@@ -172,7 +172,7 @@ def test_a_server_drains_and_leaves_no_process(command: list[str]) -> None:
         with client.stream("POST", f"{url}/v1/completions", json=BODY) as stream:
             lines = stream.iter_lines()
             next(lines)
-            assert "slotline_" in client.get(f"{url}/metrics").text
+            assert "vllm:num_requests_running" in client.get(f"{url}/metrics").text
             if command is SLOTLINE:
                 process.send_signal(signal.SIGTERM)
             *_, last = (line for line in lines if line)
