@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from result_file import write_result
 
 from slotline.core import LLM, AsyncLLM, SamplingParams
 
-SHORT = "benchmarks/models/llama-tiny --requests 8 --runs 1"
+SHORT = "benchmarks/models/llama-tiny --requests 8 --runs 1 --replicas 1"
 _MARK = "measured: "
 
 
@@ -66,13 +67,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the rates of all runs of an engine with so many replicas, by the way in which requests come."""
     prompts, params = requests(arguments.requests * arguments.measure)
     few = max(1, len(prompts) // 4)
-    values: dict[str, Any] = {"load.format": "dummy", "parallel.data": arguments.measure}
+    values: dict[str, Any] = {
+        "load.format": "dummy",
+        "parallel.data": arguments.measure,
+        "cache.prefix_caching": False,  # every run has the same prompts
+    }
     given = {"model": arguments.folder, "dtype": "bfloat16", "max_model_len": 2048, "overrides": arguments.settings}
     llm = LLM(**given, **values)
     print(llm.plan.summary(), file=sys.stderr)
     generated(llm, prompts[:few], params[:few])
     found = {"generate": [generated(llm, prompts, params) for _ in range(arguments.runs)]}
+    llm.close()
     del llm
+    gc.collect()
 
     async def streams() -> list[float]:
         async with AsyncLLM(**given, **values) as served:

@@ -55,6 +55,11 @@ def test_what_was_not_used_for_long_is_forgotten_from_its_end() -> None:
     assert after(2 * BLOCK * WORTH + 1) == 1
 
 
+def test_without_prefix_caching_nothing_is_remembered() -> None:
+    router = Router(2, margin=MARGIN, remembered=0)
+    assert [router.route(prompt([1, 2]), 10) for _ in range(4)] == [0, 1, 0, 1]
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.lists(st.integers(0, 3), max_size=6), st.integers(1, 1000)),  # a request: its blocks, its weight

@@ -54,7 +54,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
     parser = build_parser(planned, tokenizer)
     links = ReplicaLinks(loaded, planned.plan.digest)
     memory = links.replicas[0].ready.result().memory
-    tokens = planned.plan.block_size * (memory.num_blocks if memory else 0)
+    tokens = planned.plan.block_size * memory.num_blocks if memory and planned.plan.prefix_caching else 0
     front = ReplicaFront(
         plan=planned.plan,
         model_folder=facts.path,
@@ -62,7 +62,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
         router=Router(
             len(links.replicas),
             margin=_MARGIN * loaded.config.scheduler.max_batched_tokens,
-            remembered=max(1, tokens // BLOCK),
+            remembered=tokens // BLOCK,
         ),
         limits=limits_of(planned, tokenizer),
         eos_token_ids=facts.eos_token_ids,

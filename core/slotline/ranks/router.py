@@ -24,7 +24,8 @@ class Router:
     Args:
         replicas: their number.
         margin: load that a replica may have beyond the least loaded, whatever it has computed.
-        remembered: blocks of `BLOCK` tokens that are remembered of each replica at most, the latest.
+        remembered: blocks of `BLOCK` tokens that are remembered of each replica at most, the latest. 0 without prefix
+            caching.
 
     Attributes:
         loads: of the unfinished requests of each replica, in tokens of outputs.
@@ -43,13 +44,14 @@ class Router:
             weight: what it adds to the load, until `ended`.
             key: requests share prefixes only with equal keys.
         """
-        hashes = _hashes(tokens, key)
+        hashes = _hashes(tokens, key) if self._remembered else []
         computed = [_leading(hashes, blocks) * BLOCK for blocks in self._blocks]
         least = min(self.loads)
         near = [i for i, load in enumerate(self.loads) if load - least <= min(self._margin, WORTH * computed[i])]
         chosen = max(near, key=lambda i: (computed[i], -self.loads[i], -i))
         self.assign(chosen, weight)
-        self._remember(self._blocks[chosen], hashes)
+        if self._remembered:
+            self._remember(self._blocks[chosen], hashes)
         return chosen
 
     def assign(self, replica: int, weight: int) -> None:
