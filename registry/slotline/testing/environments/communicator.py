@@ -54,7 +54,7 @@ class _Processes:
     """Processes that are started when they are first needed, and anew after one hung."""
 
     ranks: list[_Process] = field(factory=list)
-    folder: Path = field(factory=lambda: Path(tempfile.mkdtemp(prefix="slotline-ranks-")))
+    folder: tempfile.TemporaryDirectory[str] | None = None
     numbers: Any = field(factory=lambda: count())
 
     def need(self, size: int) -> list[_Process]:
@@ -70,7 +70,9 @@ class _Processes:
 
     def file(self) -> str:
         """Return the name of a new file."""
-        return str(self.folder / f"{os.getpid()}-{next(self.numbers)}")
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="slotline-ranks-")
+        return str(Path(self.folder.name) / str(next(self.numbers)))
 
     def end(self) -> None:
         """End the processes."""
