@@ -37,7 +37,7 @@ if __name__ == "__main__":
     llm = LLM(tensor=2, **{"parallel.timeout": 3.0, "observability.check_integrity": True})
     word = StructuredOutputsParams(regex="[a-c]{3,9}")
     outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=8, n=2), SamplingParams(structured_outputs=word)])
-    print(f"<{rank}> {[one.text for output in outputs for one in output.outputs]}", flush=True)
+    print(f"<{rank}> {[one.text for output in outputs for one in output.outputs]} <end>", flush=True)
     if end == "late" and rank == "1":
         time.sleep(2)  # rank 0 has ended by then, which is no failure
     elif end == "hang" and rank == "1":
@@ -73,7 +73,7 @@ def environment(process: psutil.Process) -> dict[str, str]:
 def said(text: str) -> dict[str, list[str]]:
     """What the ranks of `SCRIPT` printed, by rank."""
     found: dict[str, list[str]] = {"0": [], "1": []}
-    for rank, line in re.findall(r"<(\d)> (.*)", text):
+    for rank, line in re.findall(r"<(\d)> (.*?) <end>", text):  # lines of two processes may run into each other
         found[rank].append(line)
     return found
 
