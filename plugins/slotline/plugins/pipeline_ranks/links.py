@@ -93,6 +93,7 @@ class TokenLink:
         """Receive what the last rank has sampled by the time at which a forward pass of this stage ends."""
         self._receive(len(self._awaited) - self._behind)
 
+    @torch.inference_mode()  # as the buffers that it writes to were made
     def receive_until(self, step: Awaited) -> None:
         """Receive the tokens of a step and of those before it."""
         if step.arriving is None:
