@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test test-slow lint types imports docs check bench clean
+.PHONY: demo test test-slow test-exhaustive lint types imports docs check bench clean
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,10 +20,13 @@ demo: $(VENV)/ready  ## continue Python code with the small model that ships, th
 	$(BIN)/slotline explain
 
 test: $(VENV)/ready  ## all tests but those marked slow
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not exhaustive"
 
 test-slow: $(VENV)/ready  ## the tests marked slow: whole suites, long texts, every family, new plugins' own tests
 	$(BIN)/pytest -n 2 --dist worksteal -q -m slow
+
+test-exhaustive: $(VENV)/ready  ## every family and fault over ranks, stages and replicas, every mutant of communicators
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m exhaustive
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

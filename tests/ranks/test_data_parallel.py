@@ -273,7 +273,7 @@ def test_a_server_shows_the_sum_of_its_replicas(served: RunningServer, one: LLM)
         assert settings["parallel.data"]["resolved"] == "2"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_images_are_read_by_the_replicas(tiny_vision_model: Callable[[str], Path]) -> None:
     pytest.importorskip("PIL", reason="image processors need Pillow")
     path = tiny_vision_model("llava")
@@ -290,7 +290,7 @@ def test_images_are_read_by_the_replicas(tiny_vision_model: Callable[[str], Path
     assert outputs == [plain(each) for each in LLM(path, **DEFAULTS).generate(prompts, GREEDY)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_embeddings_are_those_of_one_engine() -> None:
     with replicas_as_threads():
         llm = LLM(data=2, task="embed", **SETTINGS)

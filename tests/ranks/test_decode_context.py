@@ -36,7 +36,7 @@ def test_ranks_merge_to_the_attention_of_all_heads_over_all_keys(
         assert lse < 4e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "settings"),
     [("llama", {"num_key_value_heads": 1}), ("deepseek_v2", {})],  # one KV head, latents

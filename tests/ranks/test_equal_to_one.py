@@ -18,7 +18,7 @@ from slotline.core.api.outputs import RequestOutput
 from slotline.registry.contracts.sampling_params import StructuredOutputsParams
 from slotline.registry.errors import ConfigError, RequestError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9, 43), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9, 43)]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -121,6 +121,7 @@ def equal_in(mode: str, size: int, want: dict[str, list[RequestOutput]]) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 def test_two_ranks_are_equal_to_one_and_survive_interrupts_and_errors_of_requests(
     want: dict[str, list[RequestOutput]],
 ) -> None:
@@ -140,6 +141,7 @@ def test_two_ranks_are_equal_to_one_and_survive_interrupts_and_errors_of_request
         llm.generate("a")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "asynchronous"])
 def test_two_ranks_in_other_modes(mode: str, want: dict[str, list[RequestOutput]]) -> None:
     llm = equal_in(mode, 2, want)
@@ -147,6 +149,7 @@ def test_two_ranks_in_other_modes(mode: str, want: dict[str, list[RequestOutput]
     gc.collect()  # which ends the other rank
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["asynchronous", "drafted"])
 def test_four_ranks(mode: str, want: dict[str, list[RequestOutput]]) -> None:
     equal_in(mode, 4, want).close()

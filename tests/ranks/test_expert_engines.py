@@ -32,7 +32,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, progress=False)]
 
 
-@pytest.mark.parametrize("family", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("family", ["mixtral", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_the_text_is_that_of_one_engine(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path / "model")
     ranks = shared(path, **{"parallel.redundant_experts": 2} if family == "mixtral" else {})
@@ -89,7 +89,7 @@ def test_quantized_experts_are_shared_whole(tmp_path: Path) -> None:
         shared(tmp_path / "quantized", **settings, **{"parallel.expert_loads": True})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_quantized_experts_that_are_stored_together_are_shared_with_their_biases(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 128}
     plain = tiny_models.build("gpt_oss", tmp_path / "plain", **sizes)

@@ -11,7 +11,7 @@ import tiny_models
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import RequestError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 PROMPTS = ("def main(", "class Row:\n    def", "import os, sys\n", "for word in argv:")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -19,7 +19,7 @@ from repository import SUPPORT
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import CapacityError, PluginError, RankError, SlotlineError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9)]
 
 TIMEOUT = 3.0
 SECONDS = TIMEOUT + 7.0
@@ -88,6 +88,7 @@ def rank_error(error: SlotlineError, text: str) -> RankError:
     return error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message", "detail"),
     [
@@ -107,6 +108,7 @@ def test_a_rank_that_goes_wrong_in_a_step_is_named(
     assert failure(generate(llm)) is error  # and again, at once
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_ends_between_steps_is_known_without_a_step(llm: LLM) -> None:
     (process,) = ranks()
     process.kill()
@@ -121,6 +123,7 @@ def test_a_rank_that_ends_between_steps_is_known_without_a_step(llm: LLM) -> Non
     second.close()
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_rank_0_alone_ends_the_others(llm: LLM, fault: Fault) -> None:
     fault("0 raise")
     error = failure(generate(llm))
@@ -129,10 +132,12 @@ def test_an_error_of_rank_0_alone_ends_the_others(llm: LLM, fault: Fault) -> Non
     assert "it raised an error that the others did not: PluginError" in error.message
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_draw_differently_are_told_apart(llm: LLM) -> None:
     rank_error(failure(generate(llm, extra_args={"skewed": True})), "it disagrees with rank 0: row 0 has token 7 at")
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_all_ranks_is_raised_as_with_one_and_the_engine_goes_on(llm: LLM, fault: Fault) -> None:
     want = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
     fault("all raise")
@@ -144,6 +149,7 @@ def test_an_error_of_all_ranks_is_raised_as_with_one_and_the_engine_goes_on(llm:
     gc.collect()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -181,6 +187,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["ended", "killed", "in a step"])
 def test_the_others_end_with_rank_0(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

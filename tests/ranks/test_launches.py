@@ -21,7 +21,7 @@ import pytest
 from slotline.core import AsyncLLM, SamplingParams
 from slotline.registry.errors import RankError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(9), pytest.mark.exhaustive]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 SLOTLINE = [sys.executable, "-m", "slotline"]

@@ -6,7 +6,7 @@ import pytest
 
 from slotline.core import LLM, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = "]
 SETTINGS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 48}

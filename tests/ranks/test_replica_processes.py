@@ -19,8 +19,6 @@ SETTINGS = {"dtype": "float32", "observability.progress": False}
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("] * 2
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def none_left() -> Iterator[None]:
@@ -34,6 +32,7 @@ def none_left() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("none_left")
+@pytest.mark.slow
 def test_two_processes_have_the_outputs_of_one_and_a_killed_one_ends_both_with_its_name() -> None:
     llm = LLM(data=2, **SETTINGS)
     expected = [output.outputs[0].text for output in LLM(**SETTINGS).generate(PROMPTS)]
@@ -48,6 +47,7 @@ def test_two_processes_have_the_outputs_of_one_and_a_killed_one_ends_both_with_i
 
 
 @pytest.mark.usefixtures("none_left")
+@pytest.mark.exhaustive
 def test_a_stopped_process_is_found_and_two_ranks_make_a_replica() -> None:
     llm = LLM(data=2, tensor=2, **SETTINGS)
     expected = [output.outputs[0].text for output in LLM(**SETTINGS).generate(PROMPTS)]
@@ -64,6 +64,7 @@ def test_a_stopped_process_is_found_and_two_ranks_make_a_replica() -> None:
 
 
 @pytest.mark.usefixtures("none_left")
+@pytest.mark.exhaustive
 def test_what_a_replica_raises_while_it_is_built_is_raised_here() -> None:
     with pytest.raises(CapacityError, match="cache"):
         LLM(data=2, memory="1KiB", **SETTINGS)

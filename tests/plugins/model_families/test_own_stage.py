@@ -63,7 +63,7 @@ def run(model: DecoderModel, received: torch.Tensor | None = None, wanted: torch
 
 
 @pytest.mark.behaviour(90, 98)
-@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)])
 def test_stages_in_a_row_give_the_numbers_of_the_whole_model(family: str, tiny: Tiny) -> None:
     facts = TransformersDecoder().inspect(tiny(family))
     whole, wanted = load(facts, None, lean=False), torch.tensor([2, TOKENS - 1])

@@ -58,7 +58,7 @@ ENGINE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES]
 )
 def test_the_parts_of_a_family_give_the_whole_models_text_as_its_row_says(name: str, tiny: Tiny) -> None:
     """On two ranks, and on four, which share KV heads."""
@@ -269,7 +269,7 @@ def _attend(
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llava", "whisper"])
 def test_ranks_in_processes_of_their_own_take_images_and_sound(name: str, tmp_path: Path) -> None:
     if name == "whisper":
