@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from repository import SUPPORT
 from tiny_engines import DEFAULTS
+from torch import distributed
 
 from slotline.core import LLM
+from slotline.llm.settings import load_settings
+from slotline.planner.plan import make_plan
+from slotline.registry.contracts import CommunicatorContext, ExpertPlacementContext
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import CapacityError, PluginError, PluginLoadError
 
@@ -33,6 +37,8 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.EXPERTS: {"weights.quantize": "int8", "weights.experts": "broken"},
     Kind.WEIGHT_FORMAT: {"weights.quantize": "int8", "plugins.block": ("weight_format:online",)},
     Kind.RESPONSE_PARSER: {"response_parser.name": "broken"},
+    Kind.COMMUNICATOR: {"parallel.tensor": 2, "parallel.communicator": "broken"},
+    Kind.EXPERT_PLACEMENT: {"parallel.tensor": 2, "parallel.expert": 2, "parallel.expert_placement": "broken"},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -51,13 +57,39 @@ REMEDIES = {
     Kind.EXPERTS: r"weights\.experts",
     Kind.WEIGHT_FORMAT: r"\[plugins\] block",
     Kind.RESPONSE_PARSER: r"response_parser\.name",
+    Kind.COMMUNICATOR: r"parallel\.communicator",
+    Kind.EXPERT_PLACEMENT: r"parallel\.expert_placement",
 }
+OF_RANKS = (Kind.COMMUNICATOR, Kind.EXPERT_PLACEMENT)
+"""Built by engines of several processes only. Here their plan builds them, in one."""
+FAMILY = {Kind.STATE: "mamba2", Kind.EXPERTS: "mixtral", Kind.EXPERT_PLACEMENT: "mixtral"}
+"""The model that a kind has work for."""
 
 
 def start(tiny: Tiny, kind: Kind, how: str) -> None:
     """Build an engine with the plugin of `broken_plugins.py`."""
-    path = {Kind.STATE: "mamba2", Kind.EXPERTS: "mixtral"}.get(kind)
-    LLM(path and tiny(path), **{**DEFAULTS, **SETTINGS[kind], "plugins.inline": (inline(kind, how),)})
+    path = FAMILY.get(kind)
+    build(kind, path and tiny(path), {**DEFAULTS, **SETTINGS[kind], "plugins.inline": (inline(kind, how),)})
+
+
+def build(kind: Kind, path: Path | None, settings: dict[str, Any]) -> None:
+    """Build what takes the plugin of a kind: an engine, or what ranks build beside it."""
+    if kind not in OF_RANKS:
+        LLM(path, **settings)
+        return
+    planned = make_plan(load_settings(path, (), settings))
+    descriptor = planned.registry.load(kind, SETTINGS[kind][f"parallel.{kind.value}"], required=False) or (
+        planned.registry.load(kind, "failing", required=True)
+    )
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        context: Any = ExpertPlacementContext(contract=1)
+        if kind is Kind.COMMUNICATOR:
+            context = CommunicatorContext(contract=1, name="tensor", ranks=(0,), rank=0, device="cpu")
+        planned.registry.build(descriptor, context)
+    finally:
+        distributed.destroy_process_group()
 
 
 def inline(kind: Kind, how: str) -> str:

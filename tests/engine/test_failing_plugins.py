@@ -23,7 +23,7 @@ from slotline.registry.config import load_config
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ContractError, PluginError
-from tests.engine.test_broken_plugins import REMEDIES, SETTINGS
+from tests.engine.test_broken_plugins import FAMILY, REMEDIES, SETTINGS, build
 
 Tiny = Callable[..., Path]
 PLUGINS = SUPPORT / "failing_plugins.py"
@@ -41,8 +41,7 @@ def settings_of(kind: Kind, method: str, how: str) -> tuple[dict[str, Any], str]
 
 def model_of(tiny: Tiny, kind: Kind) -> Path | None:
     """A model that the kind has work for; None for the small one, which has a tokenizer."""
-    families = {Kind.STATE: "mamba2", Kind.EXPERTS: "mixtral"}
-    return None if kind is Kind.STRUCTURED_OUTPUT else tiny(families.get(kind, "llama"))
+    return None if kind is Kind.STRUCTURED_OUTPUT else tiny(FAMILY.get(kind, "llama"))
 
 
 ASKED = [
@@ -66,7 +65,7 @@ def test_a_method_that_is_missing_or_takes_other_arguments_is_refused_when_the_p
 ) -> None:
     settings, source = settings_of(kind, method, how)
     with pytest.raises(ContractError) as raised:
-        LLM(model_of(tiny, kind), **settings)
+        build(kind, model_of(tiny, kind), settings)
     assert raised.value.message.startswith(f"{source}: what its factory made does not fit the contract: ")
     want = f"has no method {method!r}" if how == "absent" else f"{method}() cannot be called with "
     assert want in raised.value.message

@@ -11,6 +11,8 @@ from attrs import evolve
 from slotline.backends import torch_sdpa, torch_state
 from slotline.backends.linear import descriptors as linears
 from slotline.core.device import cpu_plugin
+from slotline.plugins.communicators import descriptors as communicators
+from slotline.plugins.expert_placements import descriptors as expert_placements
 from slotline.plugins.kv_connectors import host_memory
 from slotline.plugins.kv_specs import full
 from slotline.plugins.logits_processors import no_repeat_ngram
@@ -57,6 +59,8 @@ _SHIPPED = {
     "experts": SimpleNamespace(descriptor=linears.dequantized_experts),
     "weight_format": SimpleNamespace(descriptor=weight_formats.online),
     "response_parser": SimpleNamespace(descriptor=response_parsers.hermes),
+    "communicator": SimpleNamespace(descriptor=communicators.gloo),
+    "expert_placement": SimpleNamespace(descriptor=expert_placements.greedy),
 }
 
 

@@ -38,7 +38,7 @@ def over_threads(size: int, run: Callable[[Counting], Any]) -> list[Any]:
     def one(rank: int) -> Any:
         with exchange.turn:
             try:
-                return run(Counting(exchange, rank))
+                return run(Counting(exchange, rank, "tensor"))
             except BaseException:
                 exchange.barrier.abort()
                 raise
