@@ -84,7 +84,7 @@ def build(kind: Kind, path: Path | None, settings: dict[str, Any]) -> None:
     store = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        context: Any = ExpertPlacementContext(contract=1)
+        context: Any = ExpertPlacementContext(contract=1, ranks=2)
         if kind is Kind.COMMUNICATOR:
             context = CommunicatorContext(contract=1, name="tensor", ranks=(0,), rank=0, device="cpu")
         planned.registry.build(descriptor, context)
