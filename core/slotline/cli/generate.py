@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from slotline.cli.command import Command, add_config_options, add_json_option, overrides, print_json
 from slotline.cli.table import plain_table
-from slotline.ranks.front import model_folder
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
 
@@ -118,6 +117,8 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
     from slotline.registry.lora_request import LoRARequest
+
+    from slotline.ranks.front import model_folder  # with torch, which light commands do without
 
     own = model_folder(llm.front) / "adapters" / name
     for folder in (Path(name), own):
