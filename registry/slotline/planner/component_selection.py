@@ -143,7 +143,8 @@ def choose_structured_output(
         return _no_structured_output(asked, why, 'set task = "generate"')
     if named:
         registry.load(Kind.STRUCTURED_OUTPUT, asked, required=True)
-    found = {c.name: (c, refusal_of(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
+    needs = (device_need(info),)
+    found = {c.name: (c, refusal_of(c, needs)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
     against = "; ".join(f"{name}: {why}" for name, (_, why) in found.items() if why is not None)
     if named and (refusal := found[asked][1]) is not None:
         raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {refusal}", fix="remove it")
@@ -168,14 +169,13 @@ def _no_structured_output(asked: str, because: str, fix: str) -> StructuredOutpu
     return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
 
 
-def refusal_of(candidate: Candidate, info: DeviceInfo) -> str | None:
-    """Return the reasons why a candidate cannot be used, or None."""
+def refusal_of(candidate: Candidate, needs: Sequence[Need]) -> str | None:
+    """Return the reasons why a candidate cannot be used for some needs, or None."""
     if reason := candidate.blocked or candidate.load_error or candidate.probe_refusal:
         return reason
     if candidate.contract is None:
         return candidate.contract_error or "no common contract version"
-    reasons = part_reasons(candidate.capabilities, (device_need(info),))
-    return "; ".join(texts_of(reasons)) or None
+    return "; ".join(texts_of(part_reasons(candidate.capabilities, needs))) or None
 
 
 def choose_tree(

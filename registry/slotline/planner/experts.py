@@ -7,14 +7,14 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.planner.component_selection import texts_of
+from slotline.planner.best_plugin import best_plugin
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.contracts.model_family import Shard
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Need, Part, Setting, candidates, part_reasons
+from slotline.registry.negotiation import Need, Part, Setting
 
 KEY = "parallel.expert"
 PLACEMENT = "parallel.expert_placement"
@@ -116,52 +116,22 @@ def choose_expert_placement(
     parallel = loaded.config.parallel
     if parallel.expert == 1:
         return PlacementChoice()
-    asked, origin = parallel.expert_placement, loaded.origins[PLACEMENT].where
-    if asked != "auto":
-        registry.load(Kind.EXPERT_PLACEMENT, asked, required=True)
     needs = [Need(capability="max_ranks", value=parallel.expert, origin=f"{KEY} = {parallel.expert}")]
     if parallel.redundant_experts:
         text = f"parallel.redundant_experts = {parallel.redundant_experts}"
         needs.append(Need(capability="redundant", value=True, origin=text))
-    usable, against = [], list[str]()
-    for one in candidates(registry, Kind.EXPERT_PLACEMENT, info):
-        reason = one.blocked or one.load_error or one.probe_refusal
-        if reason is None and one.contract is None:
-            reason = one.contract_error or "no common contract version"
-        reason = reason or "; ".join(texts_of(part_reasons(one.capabilities, needs)))
-        if reason:
-            against.append(f"{one.name}: {reason}")
-        elif asked in ("auto", one.name):
-            usable.append(one)
-    if not usable:
-        raise NegotiationError(
-            f"{PLACEMENT} = {asked!r} ({origin}): no plugin places these experts: {'; '.join(against)}",
-            fix=f"name or install one that fits, or set {KEY} = 1",
-        )
-    best = max(usable, key=lambda one: (one.capabilities.priority, one.name))
-    assert best.descriptor is not None  # otherwise there would be a reason against it
-    others = "".join(f"; not {text}" for text in against)
-    record = registry.record(Kind.EXPERT_PLACEMENT, best.name)
-    return PlacementChoice(
-        descriptor=evolve(best.descriptor, capabilities=best.capabilities),
-        settings=(
-            _setting(loaded, whole),
-            Setting(
-                key=PLACEMENT,
-                asked=asked,
-                resolved=best.name,
-                origin=f"{origin if asked != 'auto' else 'auto: the one that fits'}{others}",
-                explicit=asked != "auto",
-            ),
-        ),
-        part=Part(
-            kind=Kind.EXPERT_PLACEMENT.value,
-            name=best.name,
-            distribution=record.distribution,
-            version=record.version,
-            origin="default" if asked == "auto" else f"{origin} {PLACEMENT}",
-        ),
+    best = best_plugin(
+        loaded,
+        registry,
+        info,
+        Kind.EXPERT_PLACEMENT,
+        PLACEMENT,
+        parallel.expert_placement,
+        needs,
+        none="no plugin places these experts",
+        fix=f"name or install one that fits, or set {KEY} = 1",
     )
+    return PlacementChoice(descriptor=best.descriptor, settings=(_setting(loaded, whole), best.setting), part=best.part)
 
 
 def _setting(loaded: LoadedConfig, whole: ModelFacts) -> Setting:

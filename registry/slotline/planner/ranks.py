@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
-from slotline.planner.component_selection import device_need, texts_of
+from slotline.planner.best_plugin import best_plugin
+from slotline.planner.component_selection import device_need
 from slotline.planner.experts import refuse_experts, with_experts
 from slotline.registry.capability import GraphSupport
 from slotline.registry.config import LoadedConfig
@@ -18,7 +19,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.devices import Devices, called
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ConfigError, NegotiationError
-from slotline.registry.negotiation import Need, Part, Setting, candidates, part_reasons
+from slotline.registry.negotiation import Need, Part, Setting
 from slotline.registry.ranks import DIMENSIONS, Place, RankLayout
 
 KEY = "parallel.tensor"
@@ -173,56 +174,27 @@ def choose_communicator(
     """
     if place.size == 1:
         return CommunicatorChoice()
-    asked, origin = loaded.config.parallel.communicator, loaded.origins[COMMUNICATOR].where
-    largest, keys = max(place.layout.tensor, place.layout.pipeline), asked_for(place.layout)
-    if asked != "auto":
-        registry.load(Kind.COMMUNICATOR, asked, required=True)
+    largest = max(place.layout.tensor, place.layout.pipeline)
     needs = [
         device_need(info),
         Need(capability="dtypes", value=dtype, origin=f"dtype {dtype}"),
-        Need(capability="max_ranks", value=largest, origin=keys),
+        Need(capability="max_ranks", value=largest, origin=asked_for(place.layout)),
     ]
     if loaded.config.batch_invariant:
         needs.append(Need(capability="batch_invariant", value=True, origin="batch_invariant = true"))
-    usable, against = [], list[str]()
-    for one in candidates(registry, Kind.COMMUNICATOR, info):
-        reason = one.blocked or one.load_error or one.probe_refusal
-        if reason is None and one.contract is None:
-            reason = one.contract_error or "no common contract version"
-        if reason is None:
-            reason = "; ".join(texts_of(part_reasons(one.capabilities, needs)))
-        if reason:
-            against.append(f"{one.name}: {reason}")
-        elif asked in ("auto", one.name):
-            usable.append(one)
-    if not usable:
-        raise NegotiationError(
-            f"{COMMUNICATOR} = {asked!r} ({origin}): no communicator joins {place.size} ranks: {'; '.join(against)}",
-            fix=f"name or install one that fits, or set {' and '.join(_keys(place.layout))} = 1",
-        )
-    best = max(usable, key=lambda one: (one.capabilities.priority, one.name))
-    assert best.descriptor is not None  # otherwise there would be a reason against it
-    others = "".join(f"; not {text}" for text in against)
-    record = registry.record(Kind.COMMUNICATOR, best.name)
+    best = best_plugin(
+        loaded,
+        registry,
+        info,
+        Kind.COMMUNICATOR,
+        COMMUNICATOR,
+        loaded.config.parallel.communicator,
+        needs,
+        none=f"no communicator joins {place.size} ranks",
+        fix=f"name or install one that fits, or set {' and '.join(_keys(place.layout))} = 1",
+    )
     return CommunicatorChoice(
-        within_layers=place.layout.tensor > 1,
-        descriptor=evolve(best.descriptor, capabilities=best.capabilities),
-        settings=(
-            Setting(
-                key=COMMUNICATOR,
-                asked=asked,
-                resolved=best.name,
-                origin=f"{origin if asked != 'auto' else 'auto: the one that fits'}{others}",
-                explicit=asked != "auto",
-            ),
-        ),
-        part=Part(
-            kind=Kind.COMMUNICATOR.value,
-            name=best.name,
-            distribution=record.distribution,
-            version=record.version,
-            origin="default" if asked == "auto" else f"{origin} {COMMUNICATOR}",
-        ),
+        within_layers=place.layout.tensor > 1, descriptor=best.descriptor, settings=(best.setting,), part=best.part
     )
 
 

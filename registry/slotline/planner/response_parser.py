@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.planner.component_selection import refusal_of
+from slotline.planner.component_selection import device_need, refusal_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ResponseParserCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -103,8 +103,9 @@ def choose_response_parser(
     if named:
         registry.load(Kind.RESPONSE_PARSER, asked, required=True)
     found = {one.name: one for one in candidates(registry, Kind.RESPONSE_PARSER, info)}
+    needs = (device_need(info),)
     if named:
-        if (why := refusal_of(found[asked], info)) is not None:
+        if (why := refusal_of(found[asked], needs)) is not None:
             raise NegotiationError(f"{KEY} = {asked!r} ({origin}) cannot be used: {why}", fix="remove it")
         if found[asked].capabilities.needs_template and not facts.has_template:
             raise NegotiationError(
@@ -116,7 +117,7 @@ def choose_response_parser(
         usable = [
             (one, why)
             for one in found.values()
-            if refusal_of(one, info) is None and (why := facts.evidence(one.capabilities))
+            if refusal_of(one, needs) is None and (why := facts.evidence(one.capabilities))
         ]
         if not usable:
             return _chosen(asked, None, "auto: neither chat template nor special tokens have a known form", facts)
