@@ -13,7 +13,7 @@ apart, in a small cache that holds a step, and the shards' keys are those of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -125,11 +125,7 @@ class ContextShards:
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if plan.fresh is not None:
-            if not self.writes_cache:
-                self.own.write(layer, key, value, self.scratch, plan.fresh)
-            part = torch.empty_like(out)
-            lse = lse_of(self.own, self.base, layer, query, key, value, self.scratch, plan.fresh, part, sinks)
-            found.append((part, lse))
+            found.append(own_keys(self, layer, query, key, value, plan.fresh, out, sinks))
             sinks = None  # it counts once, with keys that every token has
         for index, shard in enumerate(self.shards):
             has_keys, where = plan.has_keys[index], shard.device
@@ -237,6 +233,32 @@ def of_step(batch: AttentionBatch, step: StepTokens, size: int) -> AttentionBatc
         slot_mapping=to_device(slots, where),
         seq_lens_cpu=own,
     )
+
+
+class HasOwnKeys(Protocol):
+    """Backend over shards that attends to a step's own keys apart. `ContextShards` says what its parts are."""
+
+    own: AttentionBackend
+    scratch: KVCache
+    base: str
+    writes_cache: bool
+
+
+def own_keys(
+    shards: HasOwnKeys,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: Any,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention to a step's own keys, as `out`, and its natural LSE [num_heads, num_tokens]."""
+    if not shards.writes_cache:
+        shards.own.write(layer, key, value, shards.scratch, plan)
+    part = torch.empty_like(out)
+    return part, lse_of(shards.own, shards.base, layer, query, key, value, shards.scratch, plan, part, sinks)
 
 
 def lse_of(backend: AttentionBackend, base: str, *arguments: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from attrs import define, evolve, frozen
 
 from slotline.kernels.async_copy import to_device
-from slotline.plugins.context_shards.attention import StepTokens, local_lens, lse_of, merge, of_shard, of_step
+from slotline.plugins.context_shards.attention import StepTokens, local_lens, lse_of, merge, of_shard, of_step, own_keys
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, Communicator, KVCache
 
 
@@ -87,11 +87,7 @@ class RankShards:
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         if plan.fresh is not None:
-            if not self.writes_cache:
-                self.own.write(layer, key, value, self.scratch, plan.fresh)
-            part = torch.empty_like(out)
-            lse = lse_of(self.own, self.base, layer, query, key, value, self.scratch, plan.fresh, part, sinks)
-            found.append((part, lse))
+            found.append(own_keys(self, layer, query, key, value, plan.fresh, out, sinks))
             sinks = None  # it counts once, with keys that every token has
         if plan.joined:
             found.append(self._joined(layer, query, key, value, cache, plan, out, sinks))
