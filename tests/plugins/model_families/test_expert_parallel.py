@@ -67,7 +67,7 @@ def divided(whole: Any, ranks: Counting, form: Any, redundant: int = 0, *, count
 
 def lonely(rank: int) -> Counting:
     """Return a rank whose others do nothing."""
-    return Counting(Exchange(2), rank)
+    return Counting(Exchange(2), rank, "tensor")
 
 
 def close(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
