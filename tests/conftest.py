@@ -83,8 +83,25 @@ LONGEST = (
 """Files that take longest: begun at the end, one would run on while the other process has nothing left to do."""
 
 
+def _spread(items: list[pytest.Item]) -> None:
+    """Mark as slow all but some parameters of a test that has the mark `spread`. Which ones are kept is the same for
+    any choice of tests on the command line, as long as all parameters of a test are collected.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("spread"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for parameters in tests.values():
+        kept = parameters[0].get_closest_marker("spread").args[0]
+        for at, item in enumerate(parameters):
+            if at * kept // len(parameters) == (at - 1) * kept // len(parameters):
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first; `--no-loadscope-reorder` keeps it so where processes share the files."""
+    _spread(items)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 

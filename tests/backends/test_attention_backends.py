@@ -48,6 +48,7 @@ def test_cross_attention_stores_and_reads_all_of_an_encoders_keys() -> None:
     assert len(records) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("size", [24, 256])
 @pytest.mark.parametrize("name", MODULES)
@@ -78,6 +79,7 @@ def test_the_cpu_backend_is_refused_with_a_reason_without_numba(monkeypatch: pyt
     assert "numba" in descriptor.probe(DeviceInfo(type="cpu"))
 
 
+@pytest.mark.slow
 def test_the_cpu_backend_leaves_the_number_of_threads_as_it_is() -> None:
     code = """
 import torch

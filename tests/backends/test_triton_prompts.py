@@ -60,6 +60,7 @@ def world_of(requests: Any, **changes: Any) -> World:
     return World(Case(**(options | changes)))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompts_attention_is_the_oracles(shape: str, features: str, served: list[tuple[int, int]]) -> None:
@@ -83,6 +84,7 @@ def test_another_prompts_bad_numbers_stay_its_own(served: list[tuple[int, int]])
     assert out[150:].isnan().any()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "changes",
     [{"window": 17}, {"soft_cap": 5.0}, {"head_size": 48}, {"kv_dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}],

@@ -89,6 +89,7 @@ def test_the_kernels_pass_the_suite(kind: str) -> None:
     assert max(ratios.values()) < 0.75, f"{max(ratios, key=ratios.__getitem__)}: right kernels leave room"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("kind", "module", "segments"), [("mamba1", mamba1, (3, 8)), ("mamba2", mamba2, (32, 64))])
 def test_segments_of_long_prompts_give_the_same(
     kind: str, module: ModuleType, segments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -113,6 +113,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., Watche
     return make
 
 
+@pytest.mark.spread(3)
 @interpreted
 @pytest.mark.behaviour(20, 22, 30)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

@@ -73,6 +73,7 @@ def test_a_conformant_plugin_exits_with_0_and_leaves_report_junit_and_badge(tmp_
     assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["skipped"]) == ("13", "0", "3")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_crash_is_a_failure_of_its_check_and_the_rest_still_runs(tmp_path: Path, jobs: str) -> None:
     author_folder(tmp_path)
@@ -98,6 +99,7 @@ def test_after_a_fault_that_loses_the_device_another_process_goes_on(tmp_path: P
     assert "against the plugin: 1" in done.stdout
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_check_that_does_not_end_is_ended(tmp_path: Path, jobs: str) -> None:
     author_folder(tmp_path)
@@ -131,6 +133,7 @@ def test_what_the_session_s_time_does_not_allow_is_missing_and_stands_against_no
         run_suite(options, on_news, timeout=10_000, session_timeout=0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_run_that_is_told_to_end_leaves_no_process_behind(tmp_path: Path, jobs: str) -> None:
     author_folder(tmp_path)

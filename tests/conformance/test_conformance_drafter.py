@@ -12,6 +12,7 @@ from slotline.testing.mutants.drafter import CORRECT, MUTANTS
 from slotline.testing.oracles.drafter import chi_square, draw, verify_by_match, verify_by_rejection
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)
@@ -19,6 +20,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_a_right_drafter_passes_and_skips_only_what_it_does_not_declare(correct):
     records = check_plugin(correct.descriptor)
@@ -27,6 +29,7 @@ def test_a_right_drafter_passes_and_skips_only_what_it_does_not_declare(correct)
     assert all("not declared" in reason for reason in skipped), skipped
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["sharpened-draws", "greedy-draws", "sharpened-statement", "one-draw"])
 def test_probabilities_that_lie_change_the_text_and_the_engine_sees_it(name):
     mutant = next(item for item in MUTANTS if item.name == name)
@@ -50,6 +53,7 @@ def test_drafters_whose_needs_only_an_engine_can_give_are_skipped_with_the_reaso
     assert (shape.outcome, shape.reason) == (Outcome.SKIPPED, "needs_kv_group: only an engine can give it")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree"])
 def test_a_drafter_with_weights_runs_with_those_that_it_makes_up(name):
     records = check_plugin(name)

@@ -10,6 +10,7 @@ from slotline.testing import Level, Outcome, all_checks, check_plugin
 from slotline.testing.mutants.experts import CORRECT, MUTANTS
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)
@@ -17,6 +18,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     records = check_plugin(correct.descriptor, level=Level.STATEFUL)

@@ -11,6 +11,7 @@ from slotline.testing import Level, Outcome, all_checks, check_plugin
 from slotline.testing.mutants.linear import CORRECT, MUTANTS
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

@@ -16,6 +16,7 @@ from slotline.testing.oracles.lora import Adapter, expected
 from slotline.testing.reference.lora import GatheredSlots, PaddedSlots, descriptor, gathered
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

@@ -15,6 +15,7 @@ from slotline.testing.oracles.structured_output import Language, matches
 pytestmark = pytest.mark.behaviour(102)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

@@ -42,6 +42,7 @@ def alone(llm: LLM, prompts: Sequence[list[int]]) -> list[Any]:
     return found
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32"), ("gemma2", "float32")]
 )

@@ -33,6 +33,7 @@ def expected(greedy: Greedy, path: Path, prompts: list[list[int]], count: int = 
     return [greedy(path, prompt, count) for prompt in prompts]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("backend", "optimize", "block_size"), [("torch", False, 4), ("cpu", True, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.behaviour(18, 36, 41, 46, 52, 62, 67, 85, 100, 108, 110)
@@ -203,6 +204,7 @@ def _random_params(rng: Random) -> SamplingParams:
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("block_size", "rows", "budget", "backend"), [(4, 5, 23, "torch"), (8, 3, 50, "cpu"), (4, 4, 3, "cpu")]
 )

@@ -45,6 +45,7 @@ def said(output: RequestOutput) -> Any:
     return one.token_ids, one.text, one.finish_reason, one.stop_reason, repr(one.logprobs), repr(output.prompt_logprobs)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"scheduler.async": True, "scheduler.max_batched_tokens": 16}], ids=["plain", "asynchronous"]
 )

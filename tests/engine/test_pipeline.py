@@ -53,6 +53,7 @@ def planned(path: Path, **settings: Any) -> Any:
     return make_plan(load_config(values=values))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.behaviour(9, 98)
 @pytest.mark.parametrize(
     ("family", "stages", "backend", "optimize"),
@@ -225,6 +226,7 @@ def test_a_stage_gets_the_tables_of_its_own_cache_groups_alone(tiny: Tiny, engin
     assert len({id(group.backend) for group in across}) == 4
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("family", "optimize", "lean"),
     [("llama_tied", True, True), ("llama_tied", False, True), ("gemma2", False, False)],

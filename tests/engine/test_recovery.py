@@ -149,6 +149,7 @@ def stages(llm: LLM) -> list[Stage]:
     return found + [(part, name) for part, name in more if part is not None]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_may_be_interrupted_in_every_part_and_no_text_changes(mode: str, tiny: Tiny, engines: Engines) -> None:
     llm = engine(mode, tiny, engines)

@@ -170,6 +170,7 @@ print("all of it")
 """
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("script", [SCRIPT, TWO_THREADS], ids=["compiled in threads", "two threads"])
 def test_launches_that_lack_a_kernel_are_left_out_for_the_thread_that_asks_alone(script: str, tmp_path: Path) -> None:
     file = tmp_path / "script.py"  # Triton reads a kernel's source from its file

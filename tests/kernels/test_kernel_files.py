@@ -276,6 +276,7 @@ print(triton.knobs.cache.dir)
 """
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("somewhere", [True, False])
 def test_triton_gets_a_folder_that_can_be_written(
     somewhere: bool, in_the_way: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

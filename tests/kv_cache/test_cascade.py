@@ -69,6 +69,7 @@ def test_the_common_prefix_is_what_row_by_row_comparison_finds(
     assert found == (blocks * size if len(table) > 1 else 0)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.behaviour(11, 71)

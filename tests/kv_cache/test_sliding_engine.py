@@ -39,6 +39,7 @@ def blocks_held(llm: LLM, group: int) -> int:
     return sum(block != NULL_BLOCK for held in llm.engine.scheduler.cache.groups[group].blocks for block in held)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.behaviour(33, 39, 64, 148, 153, 154)

@@ -49,6 +49,7 @@ def cached(llm: LLM, prompts: list[list[int]]) -> list[int]:
     return [o.metrics.num_cached_tokens for o in llm.generate(prompts, GREEDY)]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(26, 33, 69)
 def test_every_family_goes_on_from_a_checkpoint_with_transformers_tokens(
@@ -113,6 +114,7 @@ def test_generation_leaves_a_checkpoint_at_each_interval(tiny: Tiny, engines: En
     assert output.outputs[0].token_ids == greedy(path, turn, 20)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "lfm2"])
 @pytest.mark.behaviour(33, 39)
@@ -320,6 +322,7 @@ def test_where_a_step_ends_for_a_checkpoint() -> None:
     assert found.aim(2, other, 0, 440, divisible=False) == 440
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(47, 64, 72)
 def test_every_family_with_a_drafter_gives_transformers_tokens(

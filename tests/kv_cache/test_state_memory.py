@@ -167,6 +167,7 @@ def test_forty_thousand_tokens_are_generated_in_the_memory_of_a_chunk(tiny: Tiny
     assert logits.argmax(-1).flatten()[len(prompt) - 1 : -1].tolist() == request.output_token_ids
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next", "zamba2"])
 def test_as_many_requests_of_a_hybrid_run_together_as_explain_says(name: str, tiny: Tiny, engines: Engines) -> None:
     length, wanted = 256, 12

@@ -65,6 +65,7 @@ def by_transformers(model: Any, prompt: list[int], params: BeamSearchParams, eos
 EOS = list(range(23, 384, 3))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "settings",

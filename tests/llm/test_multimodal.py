@@ -78,6 +78,7 @@ def test_pipeline_stages_give_transformers_tokens(optimize: bool, tiny_vision_mo
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("backend", "optimize"), [("torch", False), ("cpu", True)])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.behaviour(76, 77, 79, 80, 83)
@@ -93,6 +94,7 @@ def test_a_batch_of_images_and_text_gives_transformers_tokens(
     assert found[0] != expected(path, PROMPTS)[0]  # what the image shows matters
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("sizes", [{}, {"multimodal.cache_tokens": 9}, {"multimodal.max_tokens_per_step": 10}])
 @pytest.mark.parametrize("max_batched_tokens", [1, 5, 12])
 @pytest.mark.behaviour(32, 80)

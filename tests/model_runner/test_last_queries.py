@@ -53,6 +53,7 @@ def last_of(seen: dict[int, list[int]]) -> tuple[list[int], list[int]]:
     return seen[0], seen[max(seen)]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("backend", ["torch", "cpu", "flex"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 @pytest.mark.behaviour(26, 74, 148, 158)

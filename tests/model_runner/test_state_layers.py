@@ -39,6 +39,7 @@ def poison(llm: LLM) -> None:
                 tensor.fill_(float("nan"))
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(46, 62, 153, 155)
@@ -68,6 +69,7 @@ def test_a_gated_norm_over_one_group_keeps_its_gate(name: str, tiny: Tiny, engin
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], GREEDY)] == expected(greedy, path, PROMPTS[:3])
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.behaviour(33, 39)
 def test_preempted_requests_of_hybrids_start_from_nothing_or_a_checkpoint(

@@ -147,6 +147,7 @@ def test_places_in_a_piece() -> None:
     ]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("family", "backend", "settings"),
     [

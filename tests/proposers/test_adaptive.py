@@ -139,6 +139,7 @@ def test_a_good_drafter_loses_few_steps_to_learning(behind: int) -> None:
         assert plain[-1] < LEARNING + PLAIN
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("first", [1.0, 20.0])
 @pytest.mark.parametrize(("p", "drafts"), [(0.9, True), (0.1, False)])
 def test_no_noise_of_the_first_steps_decides_for_long(first: float, p: float, drafts: bool) -> None:

@@ -163,6 +163,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Any]]:
     return lambda llm: asked[id(llm.engine.extension("drafts").drafting)]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["draft_model", "eagle"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_captured_proposal_is_the_eager_one(

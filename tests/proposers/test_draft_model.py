@@ -49,6 +49,7 @@ def agree(seen: list[tuple[list[int], list[int]]], path: Path, length: int = 64)
     return sum(drafts == expected(path, tokens, 4)[: len(drafts)] for tokens, drafts in cut) / len(cut)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("family", "draft"), [("llama", "llama"), ("qwen3", "llama"), ("gemma2", "qwen3"), ("llama", "mistral")]
 )
@@ -109,6 +110,7 @@ def test_tokens_that_it_drafted_are_not_computed_again(
         assert agree(seen, draft) == 1
 
 
+@pytest.mark.slow
 def test_preemption_and_prefix_hits_keep_its_cache_right(tiny: Tiny, engines: Engines) -> None:
     path, other = tiny("llama"), tiny("llama", **SMALLER)
     llm = engines(path, **{**settings_of(other), "memory": f"{11 * 20}KiB", "max_num_batched_tokens": 24})

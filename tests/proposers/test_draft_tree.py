@@ -125,6 +125,7 @@ def test_what_is_no_tree_is_refused(parents: list[int]) -> None:
 # ---- whole engines
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("family", ["llama", "qwen2_sliding", "gemma2", "mistral", "llama4"])
 @pytest.mark.parametrize("right", [0.0, 0.8, 1.0])
 def test_texts_are_the_same_with_trees(tiny: Tiny, engines: Engines, family: str, right: float) -> None:
@@ -141,6 +142,7 @@ def test_texts_are_the_same_with_trees(tiny: Tiny, engines: Engines, family: str
         assert counts.accepted - before > (30 if right else -1)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "tight", [{"max_num_batched_tokens": 16}, {"memory": pool_of(9), "max_num_batched_tokens": 40, "max_num_seqs": 4}]
 )

@@ -53,6 +53,7 @@ def counts(llm: LLM) -> tuple[int, int, int]:
     return found.proposed, found.accepted, found.failures
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_drafts_over_ranks_what_it_drafts_alone(
     name: str, tiny: Tiny, tmp_path: Path, engines: Callable[..., LLM]

@@ -87,6 +87,7 @@ def agree(seen: list[tuple[list[int], list[int]]], expected: Expected, length: i
 # ---- what is drafted
 
 
+@pytest.mark.spread(4)
 @pytest.mark.behaviour(64, 120, 160)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2"])
@@ -103,6 +104,7 @@ def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     assert agree(seen, expected_of(head, path, kind)) == 1
 
 
+@pytest.mark.spread(3)
 @pytest.mark.behaviour(70)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral", "deepseek_v3", "gpt_oss", "llama4", "bamba"])
 def test_its_layers_go_beside_any_models(tiny: Tiny, engines: Engines, folder: Any, family: str) -> None:
@@ -205,6 +207,7 @@ def test_sampled_texts_are_the_same(tiny: Tiny, engines: Engines, folder: Any, k
 # ---- the heads that ship
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("kind", "least"), [("eagle", 2.2), ("eagle3", 2.6), ("medusa", 1.8)])
 def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) -> None:
     """On code that no training saw; the figures of training/README.md are those of 256 held-out places."""
@@ -287,6 +290,7 @@ def published(head: Path, folder: Path, form: str) -> Path:
     return folder
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("eagle", "bin"), ("eagle3", "bin"), ("eagle3", "layers.0"), ("eagle3", "speculators")],

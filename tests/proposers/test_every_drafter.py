@@ -49,6 +49,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[str
     return get
 
 
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(
     "name", ["ngram", "suffix", "eagle", "eagle3", "medusa", "medusa_tree", "draft_model", "mtp", "grammar"]

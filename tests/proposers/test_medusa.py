@@ -103,6 +103,7 @@ def test_heads_of_each_published_form_predict_what_their_definition_says(tmp_pat
     assert found.token_ids.tolist() == expected.tolist()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", ["pt", "shared"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16, "memory": "128KiB"}], ids=["roomy", "tight"])
 def test_texts_are_the_same_with_it(

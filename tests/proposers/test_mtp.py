@@ -41,6 +41,7 @@ def settings_of(tokens: int = 4) -> dict[str, Any]:
     return {"drafter.name": "mtp", "drafter.tokens": tokens, "drafter.adaptive": False, "memory": "8MiB"}
 
 
+@pytest.mark.spread(4)
 @pytest.mark.behaviour(64, 120, 160)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunks"])
@@ -83,6 +84,7 @@ def test_a_cached_prefix_has_the_layers_entries_too(engines: Engines, folder: An
     assert agree(seen[::2], expected_of(path, family)) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe_lite"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sampled_texts_are_the_same(engines: Engines, folder: Any, family: str, asynchronous: bool) -> None:

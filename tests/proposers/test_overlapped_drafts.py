@@ -158,6 +158,7 @@ def test_states_of_preempted_requests_begin_again(tiny: Tiny, engines: Engines) 
     assert [request.output_token_ids for request in requests] == expected
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("adaptive", [False, True], ids=["all", "adaptive"])
 @pytest.mark.behaviour(16, 33, 40)
@@ -348,6 +349,7 @@ def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny
         assert share > 0.8  # where blocks are short, the last drafts see a hole
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 def test_the_shipped_heads_draft_as_well_as_in_steps_that_do_not_overlap(kind: str) -> None:
     prompts = ["def main(", "import os\n", "class Foo(", "for i in range(", "try:\n"]

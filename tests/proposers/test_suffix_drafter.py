@@ -87,6 +87,7 @@ def voted(text: list[int], source: Sequence[int], options: SuffixOptions, *, own
     return draft, score
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("past_tokens", [0, 7, 60, 4096])
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 def test_drafts_are_those_of_the_definition(past_tokens: int, factor: float) -> None:

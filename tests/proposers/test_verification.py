@@ -73,6 +73,7 @@ def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, Ch
     return llm.engine.extension("drafts").drafting.counts.accepted - before, result
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
 def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: str, name: str) -> None:
     """Seeds are fixed, the level is one in a million."""
@@ -104,6 +105,7 @@ def test_a_seeded_text_does_not_depend_on_the_batch_around_it(tiny: Tiny, engine
     assert together == alone
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 9])
 def test_hundreds_of_greedy_texts_are_the_same(tiny: Tiny, engines: Engines, tokens: int) -> None:
     """100 requests for each k, of any length, through a pool that is too small and in chunks; half share prefixes."""

@@ -81,6 +81,7 @@ def test_text_and_log_probabilities_are_those_of_one_process(one: LLM, pair: LLM
     same(pair, one, TEXTS[:2], SamplingParams(n=3, temperature=0.9, top_p=0.9, seed=1, max_tokens=9))
 
 
+@pytest.mark.slow
 def test_requests_that_lose_their_blocks_are_computed_again(one: LLM, pair: LLM) -> None:
     prompts = random_prompts([40, 35, 44, 38, 41, 39], vocab_size=200)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -146,6 +147,7 @@ def test_the_plan_names_ranks_layers_and_parameters(one: LLM, pair: LLM) -> None
     assert [layer.index for group in pair.engine.runner.router.groups for layer in group.layers] == [0, 1, 2]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.behaviour(9, 37, 43, 98)
 @pytest.mark.parametrize(
     ("family", "settings"),

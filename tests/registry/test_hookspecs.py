@@ -233,6 +233,7 @@ def test_a_hook_of_a_wrong_signature_or_that_raises_is_an_error_naming_plugin_an
     assert raised.value.fix
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -35,6 +35,7 @@ def said(message: anthropic.types.Message) -> Any:
     return message.stop_reason, [block.to_dict() | {"id": None} for block in message.content]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_streamed_calls_are_those_of_the_whole(choice: Any, client: anthropic.Anthropic) -> None:
     asked: Any = {**ASKED, "tools": TOOLS, "tool_choice": {**choice, "disable_parallel_tool_use": True}}

@@ -188,6 +188,7 @@ def test_own_parameters_go_into_the_extra_body(client: openai.OpenAI) -> None:
     assert (answer.id, answer.status) == ("mine", "completed")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_streamed_calls_are_those_of_the_whole(choice: Any, tools: openai.OpenAI) -> None:
     asked: Any = {"model": "tools", "input": PROMPT, "tools": TOOLS, "tool_choice": choice}

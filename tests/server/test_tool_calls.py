@@ -71,6 +71,7 @@ def test_the_plan_says_which_parser_reads_and_why(server: RunningServer) -> None
     assert "the chat template has '<tool_call>'" in setting.origin
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_named_function_is_called_with_arguments_that_fit(seed: int, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(tool_choice=WEATHER, seed=seed, **ASKED)
@@ -84,6 +85,7 @@ def test_a_named_function_is_called_with_arguments_that_fit(seed: int, client: o
     assert call.id
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_streamed_calls_are_those_of_the_whole(seed: int, client: openai.OpenAI) -> None:
     asked: Any = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False, "seed": seed}

@@ -39,6 +39,7 @@ def cached(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, int]]:
     return [(o.metrics.num_cached_tokens, o.metrics.num_loaded_tokens) for o in outputs]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.behaviour(96, 161)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -76,6 +77,7 @@ def test_preempted_requests_and_those_that_share_a_prefix_take_blocks_from_host_
     everything_returned(llm)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v2"])
 def test_groups_with_windows_and_latents_come_back_too(
     family: str, tiny: Tiny, engines: Engines, greedy: Greedy
@@ -89,6 +91,7 @@ def test_groups_with_windows_and_latents_come_back_too(
     assert all(0 < loaded <= hit for hit, loaded in cached(llm, PROMPTS))
 
 
+@pytest.mark.spread(7)
 @pytest.mark.behaviour(38, 96)
 @pytest.mark.parametrize("how", ["load", "late", "some", "wait", "held", "failed", "save"])
 @pytest.mark.parametrize("mode", ["plain", "asynchronous", "drafted"])

@@ -106,6 +106,7 @@ def check_scores(llm: LLM, oracle: PeftOracle, names: list[str | None]) -> None:
         np.testing.assert_allclose(found, wanted.numpy(), atol=5e-4)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.behaviour(75)
 @pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_an_adapter_of_the_embedding_is_merged_into_it(engine, embedded):
     check(llm, embedded, [None])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", ["llama", "starcoder2"], ids=["plain", "with-biases"])
 def test_products_with_adapters_behind_their_weights_equal_peft(family, tiny, tmp_path, monkeypatch):
     pytest.importorskip("triton")
@@ -230,6 +232,7 @@ def test_steps_of_one_adapter_are_told_as_such_and_equal_peft(llama, oracle, mon
     assert slots[6:] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_family_without_embeddings_and_room_takes_adapters_on_its_linear_layers(llama, oracle):
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -503,6 +506,7 @@ def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them
             assert shares.keys() <= part.lora.context.modules.keys()
 
 
+@pytest.mark.slow
 def test_products_over_stages_are_extended_and_planned_for_one_adapter(tiny, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     from slotline.plugins.lora.segmented import plugin

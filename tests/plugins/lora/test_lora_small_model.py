@@ -141,6 +141,7 @@ def test_one_step_of_training_writes_an_adapter_that_loads(
     assert llm.add_lora(LoRARequest("typed", 1, tmp_path / "out" / "typed"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_drafter_that_shares_the_output_projection_leaves_an_adapter_s_text_as_it_is(name: str) -> None:
     targets = ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -49,6 +49,7 @@ def test_only_what_follows_the_text_is_held(llm: LLM) -> None:
     assert begun >= 4
 
 
+@pytest.mark.spread(2)
 def test_a_batch_with_free_and_held_texts(llm: LLM) -> None:
     given = [params(None, 1), params("\n", 2), SamplingParams(temperature=1, seed=3, max_tokens=30), params("(", 4)]
     together = llm.generate(PROMPTS, given)

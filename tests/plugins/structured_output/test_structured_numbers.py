@@ -72,6 +72,7 @@ def texts(request: pytest.FixtureRequest) -> Texts:
     return Texts(request.param)
 
 
+@pytest.mark.spread(1)
 def test_no_number_outside_of_its_bounds_is_let_through(texts: Texts) -> None:
     lower = [None, *product(("minimum", "exclusiveMinimum"), POINTS)]
     upper = [None, *product(("maximum", "exclusiveMaximum"), POINTS)]

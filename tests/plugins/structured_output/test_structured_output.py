@@ -122,6 +122,7 @@ def test_every_text_is_what_its_constraint_says(plugin: str, plain: Callable[[st
     assert sum(complete.values()) >= 14
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("mode", ["asynchronous", "drafted", "forced"])
 @pytest.mark.behaviour(113, 116)
@@ -341,6 +342,7 @@ def test_parts_of_the_vocabulary_change_no_mask_of_llguidance(wanted: dict[str, 
         assert state.accept([token]) == plain.try_consume_tokens([token]) == 1
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.behaviour(16, 40)
 def test_preempted_requests_give_the_same_text(mode: str, engines: Engines) -> None:

@@ -124,6 +124,7 @@ def walk(backend: StructuredOutput, schema: Any, rng: Random, most: int = 60) ->
     return None
 
 
+@pytest.mark.spread(1)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas, seed=st.integers(0, 1000))
 def test_a_schema_is_refused_or_every_text_of_it_is_valid(backend: StructuredOutput, schema: Any, seed: int) -> None:
@@ -182,6 +183,7 @@ def test_properties_are_counted_only_where_no_name_can_repeat(
         assert "could repeat" not in message
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(wanted=st.lists(schemas, min_size=4, max_size=4))

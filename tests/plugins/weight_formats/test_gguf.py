@@ -28,6 +28,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_files.plain(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_file_answers_like_its_dequantized_model(kind: str, plain: Path, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
