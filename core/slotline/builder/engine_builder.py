@@ -309,7 +309,7 @@ class EngineBuilder:
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
             shard=with_experts(planned.loaded, shard_of(planned.place)),
-            communicator=self.communicators.get("tensor"),
+            communicator=self.communicators.get("data", self.communicators.get("tensor")),
             own_stage=planned.own_stage,
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"

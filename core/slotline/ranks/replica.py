@@ -21,6 +21,7 @@ from attrs import define, evolve, field
 from slotline.core.batch.request import Request
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.output_processor import StepResult
+from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import layout_of
 from slotline.ranks.child import be_child_of
 from slotline.ranks.logs import log_as
@@ -40,10 +41,14 @@ from slotline.ranks.reports import (
     load_of,
     sendable,
 )
+from slotline.ranks.sharing import start_sharing
+from slotline.ranks.sharing_engine import SharingEngine
 from slotline.ranks.start import start_engine
 
 QUIET = 0.25
 """Seconds after which a step is reported that gave nothing to readers."""
+_CALLED = "called"
+"""In the inbox: another replica waits for this one."""
 _LEAVE = 5.0  # seconds that a step may take after the front has gone
 _NO_KEYS, _NO_TOKENS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
@@ -78,7 +83,7 @@ class Replica:
 
     connection: Connection
     engine: Engine
-    _inbox: SimpleQueue[Batch | None] = field(factory=SimpleQueue, init=False)
+    _inbox: SimpleQueue[Batch | str | None] = field(factory=SimpleQueue, init=False)
     _left: threading.Event = field(factory=threading.Event, init=False)
     _sending: threading.Lock = field(factory=threading.Lock, init=False)
     _sent: dict[Request, Sent] = field(factory=dict, init=False)
@@ -89,12 +94,16 @@ class Replica:
     _refused: list[tuple[int, BaseException]] = field(factory=list, init=False)
     _ended: list[End] = field(factory=list, init=False)
     _others: int = field(default=0, init=False)
+    _sharing: SharingEngine | None = field(init=False)
     _keys: npt.NDArray[np.int64] = field(init=False)
     _seen: npt.NDArray[np.int64] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         size = self.engine.rows.max_requests
         self._keys, self._seen = np.zeros(size, np.int64), np.full(size, -1)
+        self._sharing = self.engine if isinstance(self.engine, SharingEngine) else None
+        if self._sharing is not None and self._sharing.meetings is not None:
+            self._sharing.meetings.called = lambda: self._inbox.put(_CALLED)
 
     def run(self) -> None:
         """Serve until the front closes the connection."""
@@ -102,18 +111,25 @@ class Replica:
         paused = False
         while True:
             block = paused or not self.engine.requests
+            if block and self._sharing is not None and self._sharing.is_awaited:
+                self._sharing.run_experts()
             while block or not self._inbox.empty():
-                batch = self._inbox.get()
-                if batch is None:
+                message = self._inbox.get()
+                if message is None:
                     self._left.set()
                     return
-                self._do(batch)
-                block = paused = False
-            if not self.engine.requests:
+                if isinstance(message, Batch):
+                    self._do(message)
+                    block = paused = False
+                elif block:
+                    break  # another replica has called this one
+            if paused or not self.engine.requests:
                 continue
             try:
                 result = self.engine.step()
             except Exception as error:
+                if self._sharing is not None and self._sharing.is_within:
+                    raise  # the other replicas wait for the rest of the step
                 paused = True
                 self._report(raised=error)
                 continue
@@ -287,7 +303,10 @@ def serve(connection: Connection, number: int) -> int:
         config = loaded.config
         loaded = evolve(loaded, config=evolve(config, observability=evolve(config.observability, progress=False)))
     try:
-        engine = start_engine(loaded, number * layout_of(loaded).size)
+        if replicas_share_experts(loaded):
+            engine: Engine = start_sharing(loaded, number, pickle.loads(connection.recv_bytes()))
+        else:
+            engine = start_engine(loaded, number * layout_of(loaded).size)
         ready = Ready(engine.plan.digest, engine.memory, dict(engine.startup), load_of(engine), engine.notes)
         connection.send_bytes(pickle.dumps(ready))
         Replica(connection, engine).run()

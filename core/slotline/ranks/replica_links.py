@@ -23,9 +23,11 @@ from typing import Any
 import psutil
 from attrs import define, field
 
+from slotline.planner.experts import replicas_share_experts
 from slotline.ranks.launch import Launched, packed, start_programs
 from slotline.ranks.messages import pickled
 from slotline.ranks.reports import ADDRESS, NUMBER, Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
+from slotline.ranks.sharing import open_meeting_place
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import RankError, SlotlineError
 
@@ -90,6 +92,7 @@ class ReplicaLinks:
         self._told = threading.Event()
         self._answers: dict[int, tuple[ReplicaLink, Future[Any]]] = {}
         self._number = 0
+        self._shared = open_meeting_place(loaded) if replicas_share_experts(loaded) else None
         data, key = packed(loaded), secrets.token_bytes(32)
         with Listener(None, backlog=self._parallel.data, authkey=key) as listener:
             self._launched = (start or start_processes)(loaded, pickle.dumps((listener.address, key)).hex())
@@ -101,6 +104,8 @@ class ReplicaLinks:
         try:
             for one in self.replicas:
                 one.connection.send_bytes(data)
+                if self._shared is not None:
+                    one.connection.send_bytes(pickle.dumps(self._shared.address))
                 threading.Thread(target=self._receive, args=(one,), name="slotline-front", daemon=True).start()
             self._await_ready(digest)
         except BaseException:
@@ -175,14 +180,19 @@ class ReplicaLinks:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def look(self, busy: Sequence[int]) -> None:
-        """End the replicas if one of those with unfinished requests is stopped, or has said nothing for too long."""
-        for number in busy:
-            one = self.replicas[number]
+        """End the replicas if one of those with unfinished requests is stopped, or has said nothing for too long.
+
+        Replicas that share experts have work whenever one of them has.
+        """
+        for one in self.replicas:
+            works = one.number in busy
+            if not works and not (busy and self._shared is not None):
+                continue
             if one.paused:
                 one.last = time.monotonic()
-            elif _stopped(self._launched.pid_of(number)):
+            elif _stopped(self._launched.pid_of(one.number)):
                 self.fail(one, "its process was stopped by a signal")
-            elif time.monotonic() - one.last > self._parallel.timeout:
+            elif works and time.monotonic() - one.last > self._parallel.timeout:
                 self.fail(one, f"it gave no sign of life for {self._parallel.timeout:g} s")
 
     def fail(self, replica: ReplicaLink, what: str, cause: BaseException | None = None) -> None:

@@ -34,6 +34,12 @@ def with_experts(loaded: LoadedConfig, shard: Shard | None) -> Shard | None:
     )
 
 
+def replicas_share_experts(loaded: LoadedConfig) -> bool:
+    """Return True if replicas with requests of their own share the experts of mixtures, more than a tensor group."""
+    parallel = loaded.config.parallel
+    return parallel.data > 1 and parallel.expert > parallel.tensor
+
+
 def counts_experts(loaded: LoadedConfig) -> bool:
     """Return True if the tokens of each expert are counted."""
     parallel = loaded.config.parallel
@@ -69,7 +75,9 @@ def refuse_experts(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[A
 
 def _against(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[Any]) -> Iterator[str]:
     parallel = loaded.config.parallel
-    if parallel.expert != parallel.tensor:
+    if replicas_share_experts(loaded):
+        yield from _against_replicas(loaded, whole, family)
+    elif parallel.expert != parallel.tensor:
         yield f"parallel.tensor = {parallel.tensor}: the ranks of a tensor group share the experts"
     if not whole.mixtures:
         yield f"{whole.architecture} has no mixture whose experts ranks can share"
@@ -88,6 +96,22 @@ def _against(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[Any]) -
         yield "parallel.expert_loads or parallel.rebalance_steps: experts with quantized weights do not move"
     if loaded.config.batch_invariant and (parallel.redundant_experts or parallel.rebalance_steps):
         yield "batch_invariant = true: the order of sums hangs on the place of an expert"
+
+
+def _against_replicas(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[Any]) -> Iterator[str]:
+    parallel = loaded.config.parallel
+    if parallel.expert != parallel.data * parallel.tensor:
+        yield f"parallel.data = {parallel.data}: all replicas share the experts, or only the ranks of each"
+    if parallel.tensor > 1:
+        yield f"parallel.tensor = {parallel.tensor}: replicas that share experts have one rank each"
+    if whole.mixtures and (refusal := family.capabilities.expert_replicas.refusal(True)):
+        yield f"model family {family.name!r}: expert_replicas {refusal}"
+    if parallel.expert_loads:
+        yield "parallel.expert_loads = true: replicas place experts anew by parallel.rebalance_steps alone"
+    if loaded.config.batch_invariant:
+        yield "batch_invariant = true: the sums of a token's experts hang on the tokens of other replicas"
+    if loaded.config.scheduler.microbatches > 1:
+        yield f"scheduler.microbatches = {loaded.config.scheduler.microbatches}: replicas do not cut steps alike"
 
 
 @frozen(kw_only=True)
@@ -137,9 +161,10 @@ def choose_expert_placement(
 def _setting(loaded: LoadedConfig, whole: ModelFacts) -> Setting:
     """Return the record of the division of mixtures."""
     parallel = loaded.config.parallel
+    holder = "replica, which sends each token to its experts" if replicas_share_experts(loaded) else "rank"
     texts = [
         f"{whole.mixtures.count(experts)} mixtures of {experts} experts -> "
-        f"{(experts + parallel.redundant_experts) // parallel.expert} on a rank"
+        f"{(experts + parallel.redundant_experts) // parallel.expert} on a {holder}"
         for experts in sorted(set(whole.mixtures))
     ]
     if parallel.redundant_experts:

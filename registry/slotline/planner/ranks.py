@@ -9,7 +9,7 @@ from attrs import frozen
 
 from slotline.planner.best_plugin import best_plugin
 from slotline.planner.component_selection import device_need
-from slotline.planner.experts import refuse_experts, with_experts
+from slotline.planner.experts import refuse_experts, replicas_share_experts, with_experts
 from slotline.registry.capability import GraphSupport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
@@ -27,9 +27,13 @@ COMMUNICATOR = "parallel.communicator"
 
 
 def layout_of(loaded: LoadedConfig) -> RankLayout:
-    """Return the numbers of ranks that a configuration asks for."""
+    """Return the numbers of ranks that a configuration asks for. Replicas count if they share experts."""
     parallel = loaded.config.parallel
-    return RankLayout(tensor=parallel.tensor, pipeline=parallel.pipeline if isinstance(parallel.pipeline, int) else 1)
+    return RankLayout(
+        data=parallel.data if replicas_share_experts(loaded) else 1,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline if isinstance(parallel.pipeline, int) else 1,
+    )
 
 
 def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
@@ -75,8 +79,9 @@ def _keys(layout: RankLayout) -> list[str]:
 
 def shard_of(place: Place) -> Shard | None:
     """Return the part of each layer that a rank has, None for the whole."""
-    size = place.layout.tensor
-    return None if size == 1 else Shard(rank=place.index("tensor"), size=size)
+    dimension = "data" if place.layout.data > 1 else "tensor"
+    size = getattr(place.layout, dimension)
+    return None if size == 1 else Shard(rank=place.index(dimension), size=size, own_tokens=dimension == "data")
 
 
 def inspect_shard(
@@ -100,7 +105,7 @@ def inspect_shard(
     shard = with_experts(loaded, shard_of(place))
     if shard is None:
         return whole
-    if refusal := descriptor.capabilities.tensor.refusal(shard.size):
+    if not shard.own_tokens and (refusal := descriptor.capabilities.tensor.refusal(shard.size)):
         raise NegotiationError(
             f"{KEY} = {shard.size}: model family {descriptor.name!r}: tensor {refusal}", fix=f"set {KEY} = 1"
         )
@@ -127,7 +132,7 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
     if config.kv_connector.name:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
-    if load_format == "sharded" and place.layout.tensor > 1:
+    if load_format == "sharded" and (place.layout.tensor > 1 or place.layout.data > 1):
         texts.append(f"{facts.path} has weights that were saved after the passes of one rank")
     if facts.modalities and place.layout.pipeline > 1:
         texts.append(f"{facts.architecture} takes inputs besides text")
@@ -147,16 +152,20 @@ class CommunicatorChoice:
         settings: the records for the plan.
         part: the plugin for the plan.
         within_layers: whether it is called inside of forward passes, and not only between those of stages.
+        own_tokens: whether each rank has tokens of its own.
     """
 
     descriptor: Descriptor[Any] | None = None
     settings: tuple[Setting, ...] = ()
     part: Part | None = None
     within_layers: bool = True
+    own_tokens: bool = False
 
     @property
     def graphs_refusal(self) -> str | None:
         """Return the reason why no graph is captured, or None."""
+        if self.own_tokens:
+            return "replicas exchange the tokens of their experts, whose numbers the host must know"
         if self.descriptor is None or not self.within_layers:
             return None
         if self.descriptor.capabilities.graphs.value > GraphSupport.NEVER:
@@ -174,7 +183,7 @@ def choose_communicator(
     """
     if place.size == 1:
         return CommunicatorChoice()
-    largest = max(place.layout.tensor, place.layout.pipeline)
+    largest = max(place.layout.data, place.layout.tensor, place.layout.pipeline)
     needs = [
         device_need(info),
         Need(capability="dtypes", value=dtype, origin=f"dtype {dtype}"),
@@ -194,7 +203,11 @@ def choose_communicator(
         fix=f"name or install one that fits, or set {' and '.join(_keys(place.layout))} = 1",
     )
     return CommunicatorChoice(
-        within_layers=place.layout.tensor > 1, descriptor=best.descriptor, settings=(best.setting,), part=best.part
+        within_layers=place.layout.tensor > 1 or place.layout.data > 1,
+        own_tokens=place.layout.data > 1,
+        descriptor=best.descriptor,
+        settings=(best.setting,),
+        part=best.part,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import KEY as TENSOR
 from slotline.planner.ranks import layout_of
 from slotline.registry.config import LoadedConfig
@@ -12,13 +13,19 @@ from slotline.registry.negotiation import Setting
 KEY = "parallel.data"
 
 
+def ranks_of_replica(loaded: LoadedConfig) -> int:
+    """Return the number of ranks of each replica."""
+    layout = layout_of(loaded)
+    return layout.size // layout.data
+
+
 def refuse_few_devices(loaded: LoadedConfig, there: Devices) -> None:
     """Refuse more replicas than there are devices for. In host memory they share one.
 
     Raises:
         ConfigError: with both numbers.
     """
-    parallel, size = loaded.config.parallel, layout_of(loaded).size
+    parallel, size = loaded.config.parallel, ranks_of_replica(loaded)
     own = there.named(loaded.config.device)
     if parallel.data == 1 or there.descriptor(own).capabilities.host_memory.support:
         return
@@ -57,16 +64,17 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
 
 def replicas_setting(loaded: LoadedConfig) -> tuple[Setting, ...]:
     """Return the record of the replicas. Empty for one."""
-    number, size = loaded.config.parallel.data, layout_of(loaded).size
+    number, size = loaded.config.parallel.data, ranks_of_replica(loaded)
     if number == 1:
         return ()
     each = "a device" if size == 1 else f"{size} devices"
+    weights = "its part of the experts, all other weights" if replicas_share_experts(loaded) else "all weights"
     return (
         Setting(
             key=KEY,
             asked=str(number),
             resolved=str(number),
-            origin=f"{loaded.origins[KEY].where}: each replica has {each}, all weights and a cache of its own; "
+            origin=f"{loaded.origins[KEY].where}: each replica has {each}, {weights} and a cache of its own; "
             "requests go by shared prefixes and by load",
             explicit=True,
         ),

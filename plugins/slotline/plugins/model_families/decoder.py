@@ -134,6 +134,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         load_formats=Set(("hf", "sharded", "dummy")),
         tensor=Max(),
         experts=Flag(True),
+        expert_replicas=Flag(True),
         pipeline_ranks=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_a
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.plugins.model_families.tensor_parallel.expert_moves import SharedMixtures
+from slotline.plugins.model_families.tensor_parallel.expert_routing import idle_pass
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 from slotline.registry.errors import ModelError
@@ -115,6 +116,7 @@ class DecoderModel:
         self._origin.lean = isinstance(self._loop, LeanLoop)
         self.notes: tuple[str, ...] = built.notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
+        self._idle: Callable[[], None] | None = None  # made when it is first needed
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
 
@@ -232,6 +234,12 @@ class DecoderModel:
     def place_experts(self, placements: Sequence[np.ndarray[Any, Any]]) -> int:
         """See `slotline.registry.contracts.model_family.MixtureModel.place_experts`."""
         return self._mixtures.place(placements)
+
+    def idle_experts(self) -> None:
+        """See `slotline.registry.contracts.model_family.MixtureModel.idle_experts`."""
+        if self._idle is None:
+            self._idle = idle_pass(self.hf_model)
+        self._idle()
 
     @property
     def _mixtures(self) -> SharedMixtures:

@@ -26,6 +26,7 @@ from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.registry.contracts import Drafter, DrafterCapabilities, DrafterContext, Model, ModelContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
+from slotline.registry.ranks import ALONE
 
 
 def _load_draft_model(planned: Planned, path: Path) -> Model:
@@ -100,7 +101,7 @@ class DraftRunnerBuilder:
             embed=self.context.embed,
             time_point=clock_of(planned.hardware[planned.device]),
             attention=attention,
-            place=planned.place,
+            place=planned.place if planned.place.layout.data == 1 else ALONE,  # replicas draft each for itself
         )
 
     def attention(self, router: AttentionDispatcher) -> DraftAttention | None:

@@ -106,6 +106,7 @@ class ModelFamilyCapabilities:
         tensor: most ranks among which `load` can divide a model's layers. `inspect` takes `shard` then, and gives the
             facts of a rank's part.
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
+        expert_replicas: so can replicas with tokens of their own, as `Shard.own_tokens` says.
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
     """
 
@@ -124,12 +125,13 @@ class ModelFamilyCapabilities:
     load_formats: Set[str] = Set(("hf",))
     tensor: Max = Max(1)
     experts: Flag = Flag(False)
+    expert_replicas: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
 class Shard:
-    """Part of each layer that one rank of a tensor group has.
+    """Part of each layer that one rank of a tensor group has, or one replica of those that share experts.
 
     Attributes:
         rank: its place in the group.
@@ -138,6 +140,8 @@ class Shard:
             has a part of each expert.
         redundant_experts: copies of experts that all ranks have together, beyond one of each.
         count_experts: the model counts the tokens of each expert.
+        own_tokens: each rank has tokens of its own, any number. Then only mixtures are divided, by whole experts, and
+            the model has `MixtureModel.idle_experts`.
     """
 
     rank: int
@@ -145,6 +149,7 @@ class Shard:
     experts: bool = False
     redundant_experts: int = 0
     count_experts: bool = False
+    own_tokens: bool = False
 
 
 @frozen(kw_only=True)
@@ -455,6 +460,13 @@ class MixtureModel(Model, Protocol):
 
         Returns:
             The number of experts that came from other ranks to this one.
+        """
+        ...
+
+    def idle_experts(self) -> None:
+        """Run the mixtures of a forward pass without tokens, while the other ranks run theirs with tokens.
+
+        Called only with `Shard.own_tokens`, after the first forward pass.
         """
         ...
 

@@ -38,22 +38,20 @@ def check(found: Checkpoint, shard: Shard, state: Mapping[str, torch.Tensor] | N
     Raises:
         NegotiationError: naming the first layer and position that differ.
     """
-    shared = " with whole experts" if shard.experts else ""
+    shared = " with tokens of their own" if shard.own_tokens else " with whole experts" if shard.experts else ""
     kind = f" on {shard.size} ranks{shared}"
-    return self_check.kept(found, lambda: _compare(found, shard.size, state, experts=shard.experts), kind)
+    return self_check.kept(found, lambda: _compare(found, shard, state), kind)
 
 
-def _compare(
-    found: Checkpoint, asked: int, state: Mapping[str, torch.Tensor] | None = None, *, experts: bool = False
-) -> str:
+def _compare(found: Checkpoint, shard: Shard, state: Mapping[str, torch.Tensor] | None = None) -> str:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         reference, texts, of_what = self_check.reference_of(found, state)
         said = ""
-        for size in _sizes(asked, of_what):
+        for size in _sizes(shard.size, of_what):
             try:
-                traces = _of_ranks(found, reference, texts, size, experts=experts)
+                traces = _of_ranks(found, reference, texts, size, shard)
             except NegotiationError as error:
                 said = said or error.message
                 continue
@@ -82,11 +80,10 @@ def _refusal(said: str, found: Checkpoint) -> NegotiationError:
     )
 
 
-def _of_ranks(
-    found: Checkpoint, reference: Any, texts: list[Any], size: int, *, experts: bool
-) -> list[trial_runs.Trace]:
+def _of_ranks(found: Checkpoint, reference: Any, texts: list[Any], size: int, like: Shard) -> list[trial_runs.Trace]:
     @torch.no_grad()
     def run(shard: Shard, communicator: Communicator) -> list[trial_runs.Trace]:
-        return trial_runs.ours(found, reference, texts, evolve(shard, experts=experts), communicator)
+        part = evolve(shard, experts=like.experts, own_tokens=like.own_tokens)
+        return trial_runs.ours(found, reference, texts, part, communicator)
 
     return threads.run(size, run)[0]

@@ -36,11 +36,13 @@ def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
     Raises:
         NegotiationError: if a size cannot be divided, or no layer of the model.
     """
-    work = Work(shard, Joined())
+    work = Work(shard, Joined(own_tokens=shard.own_tokens))
     body = body or hf_model.base_model
     prefix = next(name for name, module in hf_model.named_modules() if module is body)
     layers = set(getattr(body, "layers", body).modules())  # encoders of other inputs may lie beside them
     named = [(f"{prefix}.{name}".strip("."), module) for name, module in body.named_modules() if module in layers]
+    if shard.own_tokens:
+        return _divide_mixtures(work, hf_model, named)
     modules = dict(named)
     for name, module in named:
         if module in work.done or mixers.divide(work, name, module):
@@ -66,4 +68,14 @@ def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
     vocabulary.divide(work, hf_model)
     work.joined.cuts = parts.collect(hf_model)
     work.joined.parts = parts.module_parts(hf_model, work.joined.cuts)
+    return work.joined
+
+
+def _divide_mixtures(work: Work, hf_model: Any, named: list[tuple[str, Any]]) -> Joined:
+    """Leave a rank with tokens of its own its part of the experts, and all else whole."""
+    for name, module in named:
+        if expert_parallel.is_mixture(module):
+            experts.divide(work, name, module)
+    work.joined.summed.clear()  # the exchange of tokens joins them
+    work.joined.cuts = parts.collect(hf_model)
     return work.joined

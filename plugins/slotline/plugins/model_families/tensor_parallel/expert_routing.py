@@ -14,12 +14,17 @@ the last one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 
 from slotline.plugins.model_families.tensor_parallel.expert_product import sums_of
 from slotline.registry.contracts.communicator import Communicator
+from slotline.registry.errors import ModelError
+
+_calls = count()
 
 
 class SameTokens:
@@ -80,14 +85,28 @@ class GatheredTokens(SameTokens):
 
 
 class ExchangedTokens(SameTokens):
-    """Mixture whose ranks send each token to the ranks of its experts."""
+    """Mixture whose ranks send each token to the ranks of its experts.
+
+    Attributes:
+        calls: how often it was called.
+        first: number of its first call among the first calls of all mixtures, in order.
+    """
 
     same_tokens = False
+
+    def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
+        super().__init__(module, communicator, fused=fused)
+        self.calls, self.first = 0, 0
+        self._none: tuple[torch.Tensor, ...] = ()
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """See `SameTokens`. The sums are whole. The number of tokens may be 0, and another one on each rank."""
+        self.calls += 1
+        if not self._none:
+            self.first = next(_calls)
+            self._none = tuple(x.new_empty(0, *x.shape[1:]) for x in (hidden_states, top_k_index, top_k_weights))
         self.count(top_k_index)
         ranks, slots = self._communicator.size, self._module.num_experts
         places = entries(self._module.slotline_places, top_k_index)  # [tokens, k]
@@ -106,6 +125,10 @@ class ExchangedTokens(SameTokens):
         joined[to, token] = back
         return joined.sum(0)
 
+    def idle(self) -> None:
+        """Compute what the other ranks send, without tokens of this rank. It was called with some before."""
+        self(*self._none)
+
     def _numbers(self, goes: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of tokens for each rank, and from each rank."""
         sent = goes.sum(1)
@@ -121,3 +144,25 @@ def entries(table: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
         return table[:, 0][top_k_index]
     turn = torch.arange(top_k_index.shape[0], device=table.device)[:, None] % table.shape[1]
     return table[top_k_index, turn]
+
+
+def idle_pass(hf_model: Any) -> Callable[[], None]:
+    """Return a function that runs the mixtures of a forward pass without tokens, in the order of their calls.
+
+    Raises:
+        ModelError: if not all mixtures are called once in each forward pass.
+    """
+    forms = [one.forward for one in hf_model.modules() if isinstance(one.__dict__.get("forward"), ExchangedTokens)]
+    forms.sort(key=lambda form: form.first)
+    calls = [form.calls for form in forms]
+    if not calls or max(calls) >= 2 * min(calls):  # a trial of the loop over layers may have ended in the middle
+        raise ModelError(
+            f"{type(hf_model).__name__} does not call each of its mixtures once in a forward pass",
+            fix="set parallel.expert = 1",
+        )
+
+    def run() -> None:
+        for form in forms:
+            form.idle()
+
+    return run

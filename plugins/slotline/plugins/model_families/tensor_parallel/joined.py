@@ -22,6 +22,7 @@ class Joined:
         joining: modules of ours that call the communicator themselves.
         whole: modules that each rank has whole, with the reason.
         mixtures: whose experts the ranks share, in order.
+        own_tokens: whether each rank has tokens of its own, so that these mixtures exchange them.
         divided: number of layers that were divided.
         cuts: what a rank has of tensors.
         parts: what a rank has of linear layers and embeddings, by path.
@@ -33,6 +34,7 @@ class Joined:
     joining: list[str] = field(factory=list)
     whole: dict[str, str] = field(factory=dict)
     mixtures: list[str] = field(factory=list)
+    own_tokens: bool = False
     divided: int = 0
     cuts: Cuts = field(factory=dict)
     parts: Mapping[str, ModulePart] = field(factory=dict)
