@@ -64,6 +64,10 @@ def test_a_rank_has_its_experts_whole_and_as_many_parameters_as_with_divided_one
             "the order of sums hangs on the place of an expert",
         ),
         ({"tensor": 2, "rebalance_steps": 5}, "parallel.rebalance_steps = 5 .*no ranks share whole experts"),
+        ({"data": 2, "expert": 3}, "parallel.data = 2: all replicas share the experts, or only the ranks of each"),
+        ({"data": 2, "tensor": 2, "expert": 4}, "parallel.tensor = 2: replicas that share experts have one rank each"),
+        ({"data": 2, "expert": 2, "expert_loads": True}, "by parallel.rebalance_steps alone"),
+        ({"data": 2, "expert": 2, "batch_invariant": True}, "hang on the tokens of other replicas"),
         ({"expert_loads": True}, "parallel.expert_loads = true .*no ranks share whole experts"),
         ({"redundant_experts": 2}, "parallel.redundant_experts = 2 .*no ranks share whole experts"),
     ],
@@ -74,7 +78,24 @@ def test_what_does_not_fit_is_refused(mixtral: Path, parallel: dict[str, Any], m
     assert "parallel.expert" in str(caught.value.fix)
 
 
+def test_replicas_that_share_experts_have_all_else_whole(mixtral: Path) -> None:
+    planned_ = planned(mixtral, data=2, expert=2, rebalance_steps=100)
+    whole, settings = planned(mixtral).facts, {one.key: one.origin for one in planned_.plan.settings}
+    experts = 4 * 4 * (2 * 96 * 64 + 64 * 96)
+    assert planned_.facts.layers == whole.layers
+    assert (whole.num_parameters - planned_.facts.num_parameters) * 2 == experts
+    assert "its part of the experts, all other weights and a cache of its own" in settings["parallel.data"]
+    assert settings["parallel.expert"].endswith(
+        "4 mixtures of 4 experts -> 2 on a replica, which sends each token to its experts; placed anew every 100 steps"
+    )
+    assert planned_.communicator.descriptor.name == "gloo"
+    assert "exchange the tokens" in str(planned_.communicator.graphs_refusal)
+    assert settings_of(planned(mixtral, data=2, tensor=2, expert=2).plan)["parallel.expert"][1].endswith("on a rank")
+
+
 def test_a_model_without_mixtures_is_refused(llama: Path) -> None:
+    with pytest.raises(NegotiationError, match="LlamaForCausalLM has no mixture whose experts ranks can share"):
+        planned(llama, data=2, expert=2)
     with pytest.raises(NegotiationError, match="LlamaForCausalLM has no mixture whose experts ranks can share"):
         planned(llama, tensor=2, expert=2)
 

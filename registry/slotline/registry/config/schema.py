@@ -200,7 +200,10 @@ class ParallelConfig:
     expert: int = field(
         default=1,
         validator=at_least(1),
-        metadata=_doc("ranks that share the experts of each mixture, whole ones; 1 divides each expert by `tensor`"),
+        metadata=_doc(
+            "ranks that share the experts of each mixture, whole ones: those of `tensor`, or all replicas of `data`; 1 "
+            "divides each expert by `tensor`"
+        ),
     )
     redundant_experts: int = field(
         default=0,

@@ -1,0 +1,53 @@
+"""Replicas that share experts, as processes: the text of one engine, and the end of all with that of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import tiny_models
+from tiny_engines import DEFAULTS
+
+from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import RankError
+
+PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("]
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+LONG = SamplingParams(max_tokens=50, ignore_eos=True)
+
+
+@pytest.mark.slow
+def test_processes_have_the_text_of_one_and_a_killed_one_without_requests_ends_all(tmp_path: Path) -> None:
+    path = tiny_models.build("mixtral", tmp_path / "model")
+    llm = LLM(path, data=2, expert=2, **DEFAULTS)
+    one = LLM(path, **DEFAULTS)
+    assert [each.outputs[0].text for each in llm.generate(PROMPTS, GREEDY)] == [
+        each.outputs[0].text for each in one.generate(PROMPTS, GREEDY)
+    ]
+    llm.reload_weights()
+    assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == one.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    processes = [psutil.Process(llm.front.links.pid_of(number)) for number in (0, 1)]
+    killed = threading.Timer(0.3, os.kill, (processes[1].pid, signal.SIGKILL))
+    killed.start()
+    with pytest.raises(RankError, match="replica 1 failed: its process has ended: killed by SIGKILL"):
+        generate_on(llm)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def generate_on(llm: LLM) -> None:
+    """Give a request after another, of which replica 1 has none."""
+    while True:
+        llm.generate(PROMPTS[0], LONG)
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_replica_without_requests_ends_all(tmp_path: Path) -> None:
+    path = tiny_models.build("mixtral", tmp_path / "model")
+    llm = LLM(path, data=2, expert=2, **DEFAULTS)
+    os.kill(llm.front.links.pid_of(1), signal.SIGSTOP)
+    with pytest.raises(RankError, match="replica 1 failed: its process was stopped by a signal"):
+        llm.generate(PROMPTS[0], LONG)

@@ -1,0 +1,85 @@
+"""Replicas that share experts, as threads of the test's process. They build in turn, and step freely."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import replica_threads
+import thread_ranks
+from attrs import define, field
+from thread_ranks import Exchange, ThreadGroup
+
+from slotline.planner.plan import make_plan
+from slotline.ranks import front, replica
+from slotline.ranks.meetings import join_meetings
+from slotline.ranks.replica_links import ReplicaLinks
+from slotline.ranks.sharing import MeetingAddress, build_sharing, place_of
+from slotline.ranks.sharing_engine import SharingEngine
+from slotline.registry.config import LoadedConfig
+
+
+class Turn:
+    """The turn of a thread that builds an engine. Other threads do not take part."""
+
+    def __init__(self) -> None:
+        self._lock, self._mine = threading.Lock(), threading.local()
+
+    def __enter__(self) -> None:
+        self._mine.builds = True
+        self._lock.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self._mine.builds = False
+        self._lock.release()
+
+    def acquire(self) -> None:
+        """Go on with building."""
+        if getattr(self._mine, "builds", False):
+            self._lock.acquire()
+
+    def release(self) -> None:
+        """Let another thread build while this one waits for it."""
+        if getattr(self._mine, "builds", False):
+            self._lock.release()
+
+
+@define(eq=False)
+class Replicas:
+    """Engines of replicas that run as threads.
+
+    Attributes:
+        engines: by their numbers, once they are built.
+    """
+
+    engines: dict[int, SharingEngine] = field(factory=dict)
+    _exchanges: dict[int, Exchange] = field(factory=dict)
+    _lock: threading.Lock = field(factory=threading.Lock)
+
+    def start(self, loaded: LoadedConfig, number: int, address: MeetingAddress) -> SharingEngine:
+        """Build an engine as `slotline.ranks.sharing.start_sharing` does."""
+        with self._lock:
+            exchange = self._exchanges.setdefault(address.port, Exchange(loaded.config.parallel.data, Turn()))  # type: ignore[arg-type]
+        thread_ranks._here.exchange = exchange
+        place = place_of(loaded, number)
+        group: Any = ThreadGroup(place, exchange)
+        with exchange.turn:
+            engine = build_sharing(make_plan(loaded, place=place), group)
+        engine.connect(group, join_meetings(group, 60.0))
+        self.engines[number] = engine
+        return engine
+
+
+@contextmanager
+def sharing_replicas() -> Iterator[tuple[Replicas, dict[str, Any]]]:
+    """Have replicas that are started meanwhile run as threads. Gives their engines, and the settings to build by."""
+    replicas = Replicas()
+    settings = {"plugins.inline": (f"{thread_ranks.__file__}:descriptor",), "parallel.communicator": "threads"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_threads))
+        patch.setattr(replica, "start_sharing", replicas.start)
+        yield replicas, settings
