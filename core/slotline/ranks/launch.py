@@ -85,22 +85,27 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
     wait = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
     store.set(CONFIG, sent.hex())
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // place.size))
     environments = {
-        rank - 1: {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(place.local_rank + rank),
-            "WORLD_SIZE": str(place.size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "OMP_NUM_THREADS": threads,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 says the same
-        }
+        rank - 1: environment_with(
+            RANK=str(rank),
+            LOCAL_RANK=str(place.local_rank + rank),
+            WORLD_SIZE=str(place.size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(store.port),
+        )
         for rank in range(1, place.size)
     }
     return start_programs("slotline.ranks.follower", environments), store
+
+
+def environment_with(**own: str) -> dict[str, str]:
+    """Return the variables of a process that imports what this one does, with some of its own."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # this process says the same
+        **own,
+    }
 
 
 def start_programs(

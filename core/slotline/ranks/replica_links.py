@@ -10,7 +10,6 @@ import os
 import pickle
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -24,7 +23,7 @@ import psutil
 from attrs import define, field
 
 from slotline.planner.experts import replicas_share_experts
-from slotline.ranks.launch import Launched, packed, start_programs
+from slotline.ranks.launch import Launched, environment_with, packed, start_programs
 from slotline.ranks.messages import pickled
 from slotline.ranks.reports import ADDRESS, NUMBER, Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
 from slotline.ranks.sharing import open_meeting_place
@@ -329,14 +328,7 @@ def start_processes(loaded: LoadedConfig, address: str) -> Launched:
     count = loaded.config.parallel.data
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     environments = {
-        number: {
-            **os.environ,
-            ADDRESS: address,
-            NUMBER: str(number),
-            "OMP_NUM_THREADS": threads,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        }
+        number: environment_with(**{ADDRESS: address, NUMBER: str(number), "OMP_NUM_THREADS": threads})
         for number in range(count)
     }
     return start_programs("slotline.ranks.replica", environments, "replica", 0)
