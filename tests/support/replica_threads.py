@@ -46,15 +46,13 @@ class ReplicaThreads:
             assert not thread.is_alive()
 
 
-def start_threads(loaded: LoadedConfig, address: str) -> Any:
-    """Start the program of each replica on a thread."""
+def start_thread(loaded: LoadedConfig, number: int, address: str) -> Any:
+    """Start the program of a replica on a thread."""
     place, key = pickle.loads(bytes.fromhex(address))
-    threads = ReplicaThreads()
-    for number in range(loaded.config.parallel.data):
-        run = partial(_serve, place, key, number)
-        threads.threads.append(threading.Thread(target=run, name=f"replica-{number}", daemon=True))
-        threads.threads[-1].start()
-    return threads
+    run = partial(_serve, place, key, number)
+    thread = threading.Thread(target=run, name=f"replica-{number}", daemon=True)
+    thread.start()
+    return ReplicaThreads([thread])
 
 
 def _serve(address: str, key: bytes, number: int) -> None:
@@ -78,7 +76,7 @@ def reload_alone(engine: Engine, path: Path | None) -> None:
 def replicas_as_threads() -> Iterator[None]:
     """Have replicas that are started meanwhile run as threads of this process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=start_threads))
+        patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=start_thread))
         patch.setattr(replica, "start_engine", _built_alone)
         patch.setattr(replica_front, "_reload", reload_alone)
         yield

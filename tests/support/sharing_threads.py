@@ -80,6 +80,6 @@ def sharing_replicas() -> Iterator[tuple[Replicas, dict[str, Any]]]:
     replicas = Replicas()
     settings = {"plugins.inline": (f"{thread_ranks.__file__}:descriptor",), "parallel.communicator": "threads"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_threads))
+        patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_thread))
         patch.setattr(replica, "start_sharing", replicas.start)
         yield replicas, settings

@@ -27,7 +27,8 @@ from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.front import Front, engine_of, failure_of, start_front
+from slotline.ranks.front import Front, engine_of, failure_of, scale_front, start_front
+from slotline.ranks.growth import ScaleReport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
@@ -268,6 +269,10 @@ class AsyncLLM:
     async def list_loras(self) -> set[int]:
         """Return the numbers of the known adapters."""
         return await self.on_engine(lambda: set(self.submitter.adapters.numbers))
+
+    async def scale(self, data: int) -> ScaleReport:
+        """Let so many replicas take requests, see `LLM.scale`. Requests are served meanwhile."""
+        return await self._bind_loop().run_in_executor(None, scale_front, self.front, data)
 
     async def on_engine(self, function: Callable[[], R]) -> R:
         """Call a function on the engine's thread between two steps, to use the engine's parts.

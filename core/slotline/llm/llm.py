@@ -24,7 +24,8 @@ from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
-from slotline.ranks.front import Front, end_front, engine_of, start_front
+from slotline.ranks.front import Front, end_front, engine_of, scale_front, start_front
+from slotline.ranks.growth import ScaleReport
 from slotline.ranks.ranked_engine import RankedEngine
 from slotline.ranks.replica_front import ReplicaFront
 from slotline.registry.config import LoadedConfig
@@ -139,6 +140,24 @@ class LLM:
         if not isinstance(engine, RankedEngine):
             raise RequestError(NOT_COUNTED, fix=COUNT)
         return engine.rebalance_experts()
+
+    @known_options
+    def scale(self, data: int) -> ScaleReport:
+        """Let so many replicas take requests, while those that are unfinished go on.
+
+        It returns once further replicas are built and take requests. Replicas above the number take no more, and end
+        with their last request.
+
+        Args:
+            data: as `parallel.data`.
+
+        Raises:
+            RequestError: if it is no positive number, or the engine began without replicas.
+            ConfigError: if there are too few devices.
+            RankError: if a replica has failed.
+            SlotlineError: what a new replica raised while it was built. The others go on as before.
+        """
+        return scale_front(self.front, data)
 
     @known_options
     def save_weights(self, folder: str | Path) -> None:

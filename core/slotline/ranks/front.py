@@ -15,6 +15,7 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.front_requests import SentRequest
+from slotline.ranks.growth import Growth, ScaleReport
 from slotline.ranks.launchers import refuse_replicas_elsewhere
 from slotline.ranks.replica_front import FrontHandOut, ReplicaFront
 from slotline.ranks.replica_links import ReplicaLinks
@@ -74,6 +75,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
         task=planned.task,
         has_adapters=planned.lora is not None,
         has_items=bool(facts.modalities),
+        growth=Growth(loaded, planned.registry),
     )
     logger.log(logging.WARNING if front.plan.downgrades else logging.INFO, front.plan.summary())
     return front
@@ -91,6 +93,19 @@ def engine_of(front: Front) -> Engine:
             fix="set parallel.data = 1 for it",
         )
     return front
+
+
+def scale_front(front: Front, data: int) -> ScaleReport:
+    """Let so many replicas take requests. See `ReplicaFront.scale`.
+
+    Raises:
+        RequestError: for an engine of this process.
+    """
+    if isinstance(front, ReplicaFront):
+        return front.scale(data)
+    raise RequestError(
+        "the engine runs in this process, and only replicas come and go", fix="begin with parallel.data = 2 or more"
+    )
 
 
 def loads_of(front: Front) -> list[Load]:

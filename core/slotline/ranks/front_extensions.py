@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import cycle
+from itertools import count
 from pickle import PicklingError
 from typing import Any, Protocol
 
@@ -22,9 +22,14 @@ class Calls(Protocol):
     """Connections with replicas."""
 
     def call(
-        self, function: Callable[..., Any], *given: Any, reads: bool = False, only: int | None = None
+        self,
+        function: Callable[..., Any],
+        *given: Any,
+        reads: bool = False,
+        only: int | None = None,
+        to: Sequence[Any] | None = None,
     ) -> list[Future[Any]]:
-        """Have all replicas, or one, call a function with their engines."""
+        """Have all replicas, or some, call a function with their engines."""
         ...
 
 
@@ -46,11 +51,14 @@ class FrontAdapters:
 
     Attributes:
         requests: the front's, to tell who uses an adapter.
+        changes: number of changes so far.
     """
 
     links: Calls
     requests: dict[int, SentRequest]
+    changes: int = 0
     _given: dict[int, LoRARequest] = field(factory=dict)
+    _pinned: set[int] = field(factory=set)
 
     @property
     def numbers(self) -> set[int]:
@@ -77,6 +85,7 @@ class FrontAdapters:
             return
         results(self.links.call(_add, request))
         self._given[request.lora_int_id] = request
+        self.changes += 1
 
     def remove(self, number: int) -> bool:
         """Have all replicas forget an adapter. Return False if none has this number.
@@ -88,6 +97,8 @@ class FrontAdapters:
         if users:
             raise RequestError(f"adapter {number} is in use by {users} requests", fix="finish or abort them first")
         self._given.pop(number, None)
+        self._pinned.discard(number)
+        self.changes += 1
         return any(results(self.links.call(_remove, number)))
 
     def pin(self, number: int) -> None:
@@ -97,6 +108,22 @@ class FrontAdapters:
             RequestError: if it is not known, or if there is no slot for it.
         """
         results(self.links.call(_pin, number))
+        self._pinned.add(number)
+        self.changes += 1
+
+    def teach(self, new: Sequence[Any]) -> None:
+        """Have replicas that are new know the same adapters as the others.
+
+        Raises:
+            RequestError: if one cannot hold them.
+        """
+        known = self.numbers
+        for request in [one for number, one in self._given.items() if number in known]:
+            results(self.links.call(_add, request, to=new))
+        for number in sorted(set().union(*results(self.links.call(_numbers, to=new))) - known):
+            results(self.links.call(_remove, number, to=new))
+        for number in sorted(self._pinned & known):
+            results(self.links.call(_pin, number, to=new))
 
 
 class FrontReader:
@@ -106,8 +133,8 @@ class FrontReader:
         placeholders, cross: those of an engine's reader.
     """
 
-    def __init__(self, links: Calls, replicas: int) -> None:
-        self._links, self._turns = links, cycle(range(replicas))
+    def __init__(self, links: Calls) -> None:
+        self._links, self._turns = links, count()
         self.placeholders, self.cross = results(links.call(_placeholders, only=0))[0]
 
     def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Any, ...]]:

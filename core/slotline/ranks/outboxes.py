@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from attrs import define, field
@@ -20,10 +21,7 @@ class Outboxes:
     """One list for each replica."""
 
     links: ReplicaLinks
-    _asked: list[list[Add | Abort]] = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._asked = [[] for _ in self.links.replicas]
+    _asked: defaultdict[int, list[Add | Abort]] = field(factory=lambda: defaultdict(list), init=False)
 
     def put(self, replica: int, asked: Add | Abort) -> None:
         """Have something sent to a replica, an abort at once."""

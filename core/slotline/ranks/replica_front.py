@@ -25,6 +25,7 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.scheduler.admission import EngineLimits, check_request
 from slotline.ranks.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
 from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest, sent_request
+from slotline.ranks.growth import Growth, ScaleReport
 from slotline.ranks.outboxes import Outboxes
 from slotline.ranks.ranked_engine import interrupts_later
 from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
@@ -78,6 +79,9 @@ class ReplicaFront:
         extensions: what stands for those of the engines, by name.
         requests: the unfinished, by id. Those that are being aborted have other keys.
         rows: has the requests by the numbers that stand for rows in the results of `step`.
+        growth: starts further replicas.
+        reloads: number of times that the weights were read again.
+        weights: the folder that they were read from last, None for the checkpoint.
         unsettled: always False, since no call leaves anything behind.
     """
 
@@ -95,11 +99,14 @@ class ReplicaFront:
     task: str
     has_adapters: bool
     has_items: bool
+    growth: Growth
     extensions: dict[str, Any] = field(init=False)
     requests: dict[str, Request] = field(factory=dict, init=False)
     rows: FrontRows = field(factory=FrontRows, init=False)
     lock: EngineLock = field(factory=EngineLock, init=False)
     unsettled: bool = field(default=False, init=False)
+    reloads: int = field(default=0, init=False)
+    weights: Path | None = field(default=None, init=False)
     _arrivals: int = field(default=0, init=False)
     _key: int = field(default=0, init=False)
     _turns: int = field(default=0, init=False)
@@ -115,7 +122,7 @@ class ReplicaFront:
         if self.has_adapters:
             self.extensions["adapters"] = FrontAdapters(self.links, self.rows.requests)
         if self.has_items:
-            self.extensions["multimodal"] = FrontMultimodal(FrontReader(self.links, len(self.links.replicas)))
+            self.extensions["multimodal"] = FrontMultimodal(FrontReader(self.links))
         if self.task != "generate":
             self.extensions["pooling"] = FrontPooling()
         self._close = finalize(self, self.links.close, 2.0)
@@ -291,6 +298,22 @@ class ReplicaFront:
             self.links.fail(self.links.replicas[number], what, error)
             self._refuse_failed()
         results(futures)
+        self.reloads, self.weights = self.reloads + 1, path
+
+    def scale(self, data: int) -> ScaleReport:
+        """Let so many replicas take requests, while unfinished requests go on.
+
+        Further replicas are started, and take requests once all of them are built. Those above the number take no more,
+        and end with their last request.
+
+        Raises:
+            RequestError: if the number is no positive one.
+            ConfigError: if there are too few devices.
+            RankError: if a replica has failed.
+            SlotlineError: what a new replica raised while it was built. The others go on as before.
+        """
+        self._own_process.refuse_others()
+        return self.growth.scale(self, data)
 
     def ask(self, function: Callable[..., R], *given: Any, reads: bool = False) -> list[R]:
         """Have all replicas call a function of a module with their engines, and return what they return.
@@ -399,6 +422,29 @@ class ReplicaFront:
         name = f"{request.request_id} (aborted, {request.key})" if request.aborted else request.request_id
         if self.requests.get(name) is request:
             del self.requests[name]
+        self.end_idle()
+
+    def end_idle(self) -> None:
+        """End the last replicas if they take no requests and have none."""
+        least, number = self.router.chosen_among, len(self.links.replicas)
+        if number <= least:
+            return
+        used = 1 + max((one.replica for one in self.rows.requests.values()), default=0)
+        for _ in range(number - max(least, used)):
+            self.links.part()
+            self.router.remove_last()
+            self._group = "", 0
+
+    def teach(self, new: Sequence[ReplicaLink], reloads: int) -> None:
+        """Have new replicas read the weights and know the adapters that the others have.
+
+        Args:
+            reloads: as it was when they were started.
+        """
+        if self.weights is not None or self.reloads != reloads:
+            results(self.links.call(_reload, self.weights, to=new))
+        if "adapters" in self.extensions:
+            self.extensions["adapters"].teach(new)
 
 
 def _reload(engine: Engine, path: Path | None) -> None:

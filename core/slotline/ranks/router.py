@@ -29,12 +29,26 @@ class Router:
 
     Attributes:
         loads: of the unfinished requests of each replica, in tokens of outputs.
+        chosen_among: number of the replicas that take requests, which are the first. The others finish theirs.
     """
 
     def __init__(self, replicas: int, *, margin: int, remembered: int) -> None:
-        self.loads = [0] * replicas
+        self.loads: list[int] = []
         self._margin, self._remembered = margin, remembered
-        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
+        self._blocks: list[OrderedDict[int, None]] = []
+        self.choose_among(replicas)
+
+    def choose_among(self, replicas: int) -> None:
+        """Let the first so many replicas take requests. There may be more of them than before."""
+        self.chosen_among = replicas
+        while len(self.loads) < replicas:
+            self.loads.append(0)
+            self._blocks.append(OrderedDict())
+
+    def remove_last(self) -> None:
+        """Forget the last replica, which takes no requests."""
+        self.loads.pop()
+        self._blocks.pop()
 
     def route(self, tokens: npt.NDArray[np.int64], weight: int, key: str = "") -> int:
         """Return the replica for a request, and count it there.
@@ -45,9 +59,10 @@ class Router:
             key: requests share prefixes only with equal keys.
         """
         hashes = _hashes(tokens, key) if self._remembered else []
-        computed = [_leading(hashes, blocks) * BLOCK for blocks in self._blocks]
-        least = min(self.loads)
-        near = [i for i, load in enumerate(self.loads) if load - least <= min(self._margin, WORTH * computed[i])]
+        loads, open_blocks = self.loads[: self.chosen_among], self._blocks[: self.chosen_among]
+        computed = [_leading(hashes, blocks) * BLOCK for blocks in open_blocks]
+        least = min(loads)
+        near = [i for i, load in enumerate(loads) if load - least <= min(self._margin, WORTH * computed[i])]
         chosen = max(near, key=lambda i: (computed[i], -self.loads[i], -i))
         self.assign(chosen, weight)
         if self._remembered:

@@ -108,6 +108,11 @@ class _Engine:
             ("vllm:num_requests_waiting", "Requests that wait for a place in it.", sum(load.waiting for load in loads)),
             ("vllm:kv_cache_usage_perc", "Share of the cache's blocks in use, from 0 to 1.", used),
             ("slotline:kv_cache_blocks", "Blocks of the cache.", usable),
+            (
+                "slotline:replicas",
+                "Engines behind the server, those that end with their last request included.",
+                len(loads),
+            ),
             ("slotline:prompts_unfinished", "Prompts whose outputs are not complete.", self._llm.num_unfinished),
         ):
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))

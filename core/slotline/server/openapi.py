@@ -21,6 +21,7 @@ from slotline.server import (
     models,
     profile,
     responses,
+    scale,
     tokens,
 )
 from slotline.server import pooling_fields as pooling
@@ -110,6 +111,7 @@ ENDPOINTS = {
     "/detokenize": Endpoint("Return the text of tokens.", tokens.DetokenizeFields, tokens.Detokenized),
     "/v1/load_lora_adapter": Endpoint("Load an adapter as a model.", models.LoadAdapterFields, models.ModelCard),
     "/v1/unload_lora_adapter": Endpoint("Unload an adapter.", models.UnloadAdapterFields, models.DeletedModel),
+    "/v1/scale": Endpoint("Let so many replicas take requests.", scale.ScaleFields, scale.Scaled),
     "/profile/start": Endpoint(
         "Begin a profile of the engine's steps.",
         profile.StartProfileFields,

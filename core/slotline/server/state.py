@@ -49,7 +49,7 @@ class ServerState:
         max_body: bytes of the largest body.
         tracing: makes the spans of requests, None if they are not traced.
         profiler: of the engine's steps.
-        changing: held while an adapter is loaded or unloaded.
+        changing: held while an adapter is loaded or unloaded, or replicas come or go.
         draining: whether new requests are refused, since the server ends.
         view, view_made: the last answer of `/v1/engine`, and the seconds of the clock when it was made.
     """
