@@ -66,7 +66,8 @@ def test_a_third_replica_joins_while_requests_run_and_leaves_with_its_last(llm: 
     first = next(stream)
     report = llm.scale(data=3)
     assert (report.data, report.started, report.leaving) == (3, 1, 0)
-    assert len(front.loads) == 3 and replica_names() == {"replica-0", "replica-1", "replica-2"}
+    assert len(front.loads) == 3
+    assert replica_names() == {"replica-0", "replica-1", "replica-2"}
     assert front.ask(numbers) == [{1}, {1}, {1}]
     assert {one.key: one.resolved for one in llm.plan.settings}["parallel.data"] == "3"
     assert "scale(data=3)" in llm.plan.explain(400)
@@ -87,7 +88,8 @@ def test_a_third_replica_joins_while_requests_run_and_leaves_with_its_last(llm: 
     while front.requests:
         front.step()
     assert [each.finish_reason for each in used] == ["length"] * 3
-    assert len(front.loads) == 1 and front.router.loads == [0]
+    assert len(front.loads) == 1
+    assert front.router.loads == [0]
     assert "parallel.data" not in {one.key for one in llm.plan.settings}
     assert llm.scale(2).started == 1  # the leaving threads have ended then
     assert replica_names() == {"replica-0", "replica-1"}
@@ -135,7 +137,7 @@ def test_a_replica_that_cannot_start_leaves_the_others_serving(llm: LLM, monkeyp
     with pytest.raises(RankError, match="replica 2 has ended: exit code 1"):
         llm.scale(3)
     assert replica_names() == {"replica-0", "replica-1"}
-    assert llm.front.failure is None and llm.plan.digest == before and len(front.loads) == 2
+    assert (front.failure, llm.plan.digest, len(front.loads)) == (None, before, 2)
     while front.requests:
         front.step()
     assert running.finish_reason == "length"

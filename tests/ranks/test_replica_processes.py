@@ -37,6 +37,7 @@ def test_two_processes_have_the_outputs_of_one_and_a_killed_one_ends_both_with_i
     llm = LLM(data=2, **SETTINGS)
     expected = [output.outputs[0].text for output in LLM(**SETTINGS).generate(PROMPTS)]
     assert [output.outputs[0].text for output in llm.generate(PROMPTS)] == expected
+    a_third_joins_and_leaves(llm)
     killed = threading.Timer(0.5, os.kill, (llm.front.links.pid_of(1), signal.SIGKILL))
     killed.start()
     with pytest.raises(RankError, match="replica 1 failed: its process has ended: killed by SIGKILL"):
@@ -44,6 +45,31 @@ def test_two_processes_have_the_outputs_of_one_and_a_killed_one_ends_both_with_i
     with pytest.raises(RankError, match="replica 1 failed"):
         llm.generate("again")
     assert not llm.front.requests
+
+
+def a_third_joins_and_leaves(llm: LLM) -> None:
+    """Let a process join after another was killed while it was built, and leave."""
+    greedy = SamplingParams(temperature=0)
+    expected = [output.outputs[0].text for output in llm.generate(PROMPTS, greedy)]
+    first = set(psutil.Process().children())
+
+    def kill_new() -> None:
+        while not (new := set(psutil.Process().children()) - first):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        new.pop().kill()
+
+    killer = threading.Thread(target=kill_new)
+    killer.start()
+    with pytest.raises(RankError, match=r"replica 2 .*killed by SIGKILL"):
+        llm.scale(3)
+    killer.join()
+    assert set(psutil.Process().children()) == first
+    assert llm.scale(3).started == 1
+    assert [output.outputs[0].text for output in llm.generate(PROMPTS, greedy)] == expected
+    assert llm.scale(2).leaving == 0
+    psutil.wait_procs(set(psutil.Process().children()) - first, timeout=5)
+    assert set(psutil.Process().children()) == first
 
 
 @pytest.mark.usefixtures("none_left")

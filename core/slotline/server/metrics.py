@@ -110,7 +110,7 @@ class _Engine:
             ("slotline:kv_cache_blocks", "Blocks of the cache.", usable),
             (
                 "slotline:replicas",
-                "Engines behind the server, those that end with their last request included.",
+                "Engines behind the server, leaving ones included.",
                 len(loads),
             ),
             ("slotline:prompts_unfinished", "Prompts whose outputs are not complete.", self._llm.num_unfinished),
