@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, evolve, field, frozen
 
+from slotline.planner.experts import replicas_share_experts
 from slotline.planner.replicas import KEY, refuse_few_devices, replicas_setting
 from slotline.ranks.replica_links import ReplicaLink
 from slotline.registry.config import LoadedConfig, Origin
@@ -53,6 +54,10 @@ class Growth:
         """Let so many replicas of a front take requests. See `ReplicaFront.scale`."""
         if not isinstance(data, int) or isinstance(data, bool) or data < 1:
             raise RequestError(f"data={safe_repr(data)} is no positive number", fix="give the number of replicas")
+        if replicas_share_experts(self.loaded):
+            raise RequestError(
+                "the replicas share the experts of mixtures, and their number is fixed", fix="build the engine again"
+            )
         with self._scaling:
             loaded = resized(self.loaded, data)
             refuse_few_devices(loaded, Devices(self.registry, loaded))
