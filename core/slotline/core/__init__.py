@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from slotline.core.engine.engine import Engine
     from slotline.llm.async_llm import AsyncLLM
@@ -50,6 +52,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
@@ -64,6 +68,8 @@ _OUTPUTS = (
     "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
 )
 _LAZY = {
     **dict.fromkeys(_OUTPUTS, "slotline.core.api.outputs"),

@@ -12,6 +12,7 @@ from slotline.core.api.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
 )
 from slotline.core.api.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.batch.request import Request
@@ -21,6 +22,7 @@ from slotline.llm.best_of import best_of, check_best_of
 from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.options import known_options
 from slotline.llm.progress import Progress, as_progress, progress_bar
+from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
@@ -380,6 +382,38 @@ class LLM:
             use_tqdm=use_tqdm,
         )
         return cast(list[ClassificationRequestOutput], outputs)
+
+    @known_options
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        score_type: str | None = None,
+        lora_request: AdapterChoice = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts.
+
+        A model with one label reads both texts of a pair. Others embed each text once, and the score is the cosine, or
+        MaxSim over the tokens' embeddings.
+
+        Args:
+            first: a text that goes with each of `second`, or one for each of them.
+            second: a text, or several.
+            pooling_params: for all prompts.
+            score_type: ``cross-encoder``, ``bi-encoder`` or ``late-interaction``. None for the model's own.
+            lora_request, progress, use_tqdm: as for `generate`.
+
+        Raises:
+            RequestError: if a text is wrong, or the model scores no pairs. No request of the call runs then.
+        """
+        asked = scoring(self.submitter, self.submitter.pooling_form, first, second, score_type)
+        params = asked.params(pooling_params)
+        found = self.encode(asked.prompts, params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+        return asked.outputs(found)
 
     def _run(self, groups: list[list[Request]], progress: Progress) -> None:
         """Run until all requests finish. Abort them on an error or interrupt.

@@ -33,7 +33,7 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], reader: An
         raise RequestError(
             f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
             fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
-            "'request_id'",
+            "'request_id', 'token_type_ids'",
         )
     if "prompt_token_ids" not in fields:
         fields["prompt_token_ids"] = _encoded(fields["prompt"], encode)

@@ -14,7 +14,7 @@ from slotline.llm.best_of import single
 from slotline.llm.prompt_fields import prompt_fields
 from slotline.ranks.front import Front
 from slotline.ranks.replica_front import ReplicaFront
-from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts import PoolingForm, PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice, LoRARequest
@@ -51,6 +51,21 @@ class Submitter:
         if (adapters := self.front.extension("adapters")) is None:
             raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
         return adapters
+
+    @property
+    def pooling_form(self) -> PoolingForm:
+        """Return what is known of the engine's pooling.
+
+        Raises:
+            RequestError: if the engine generates.
+        """
+        if (pooling := self.front.extension("pooling")) is None:
+            raise RequestError(
+                "a request for the task 'score' cannot run: this engine runs 'generate'",
+                fix='build an engine with task = "embed", or take a model that serves it',
+            )
+        form: PoolingForm = pooling.form
+        return form
 
     def know(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. Return True if it was already known."""

@@ -13,6 +13,7 @@ from attrs import define, field
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
 from slotline.core.engine.engine import Engine
 from slotline.ranks.front_requests import SentRequest
+from slotline.registry.contracts import PoolingForm
 from slotline.registry.errors import RequestError
 from slotline.registry.loading import one_line
 from slotline.registry.lora_request import LoRARequest
@@ -162,7 +163,14 @@ class FrontMultimodal:
 
 
 class FrontPooling:
-    """Answers of requests that sample nothing."""
+    """Answers of requests that sample nothing.
+
+    Attributes:
+        form: that of an engine's pooling.
+    """
+
+    def __init__(self, links: Calls) -> None:
+        self.form: PoolingForm = results(links.call(_form, only=0))[0]
 
     def output(self, request: SentRequest) -> PoolingRequestOutput[PoolingOutput]:
         """Return the public form of a pooling request."""
@@ -192,6 +200,11 @@ def _read(engine: Engine, token_ids: list[int], data: dict[str, Any]) -> tuple[l
     with engine.plugins.naming():
         found: tuple[list[int], tuple[Any, ...]] = engine.extension("multimodal").reader.read(token_ids, data)
     return found
+
+
+def _form(engine: Engine) -> PoolingForm:
+    form: PoolingForm = engine.extension("pooling").form
+    return form
 
 
 def _numbers(engine: Engine) -> set[int]:

@@ -124,7 +124,7 @@ class ReplicaFront:
         if self.has_items:
             self.extensions["multimodal"] = FrontMultimodal(FrontReader(self.links))
         if self.task != "generate":
-            self.extensions["pooling"] = FrontPooling()
+            self.extensions["pooling"] = FrontPooling(self.links)
         self._close = finalize(self, self.links.close, 2.0)
 
     @property

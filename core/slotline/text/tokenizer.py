@@ -72,6 +72,21 @@ class Tokenizer:
             ) from error
         return token_ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of two texts as one prompt, and the type of each token.
+
+        Raises:
+            RequestError: if a text has half a surrogate pair, which is not a character.
+        """
+        try:
+            found = self._hf(first, second, return_token_type_ids=True)
+        except Exception as error:
+            raise RequestError(
+                f"the tokenizer cannot read {safe_repr(first)} and {safe_repr(second)}: {_why(first + second, error)}",
+                fix="correct the texts",
+            ) from error
+        return list(found["input_ids"]), list(found["token_type_ids"])
+
     def encode_word(self, word: str) -> list[int]:
         """Return the tokens of `word` as inside a text, without special tokens."""
         return self._encode(word, add_special_tokens=False)

@@ -95,7 +95,7 @@ class PoolingOutput:
     """Output of a pooling request.
 
     Attributes:
-        data: [size] float32 on the host.
+        data: [size] float32 on the host, or [num_tokens, size] of a task with a vector for each token.
     """
 
     data: torch.Tensor
@@ -133,6 +133,16 @@ class ClassificationOutput(PoolingOutput):
         return len(self.data)
 
 
+@define(kw_only=True, eq=False)
+class ScoringOutput(PoolingOutput):
+    """The score of a pair of texts, in `data` [1]."""
+
+    @property
+    def score(self) -> float:
+        """Return the score."""
+        return float(self.data[0])
+
+
 Pooled_co = TypeVar("Pooled_co", bound=PoolingOutput, covariant=True)
 
 
@@ -163,3 +173,4 @@ class PoolingRequestOutput(Generic[Pooled_co]):
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

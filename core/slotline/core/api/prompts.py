@@ -18,7 +18,9 @@ from slotline.registry.safe_repr import safe_repr
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
-PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "priority", "cache_salt", "request_id"})
+PROMPT_KEYS = frozenset(
+    {"prompt", "prompt_token_ids", "multi_modal_data", "priority", "cache_salt", "request_id", "token_type_ids"}
+)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -60,7 +60,7 @@ class Request:
             for none.
         inputs: further arguments of `Engine.add` by name, and what extensions keep with the request.
         block_hashes: chained hashes of its full blocks so far.
-        answer: [size] float32, of a finished request that samples nothing.
+        answer: [size] or [num_tokens, size] float32, of a finished request that samples nothing.
     """
 
     request_id: str

@@ -83,7 +83,7 @@ class StepOutput:
         logprobs: by row, an entry for each token, if requested.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
-        answers: by row, the answers [size] float32 of requests that get no token.
+        answers: by row, the answers [size] or [num_tokens, size] float32 of requests that get no token.
         failed: by row, the reason why it gets no further token. Its request ends with an error.
         spoiled: the failed rows whose logits were NaN. Their stored blocks are of no use to others.
     """

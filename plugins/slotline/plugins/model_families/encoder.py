@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Max, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -28,6 +28,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         devices=Set(("cpu", "cuda")),
         tasks=Set(("embed", "classify")),
         tensor=Max(),
+        token_types=Flag(True),
     ),
     factory="slotline.plugins.model_families.encoder_model:TransformersEncoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

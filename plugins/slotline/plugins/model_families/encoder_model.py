@@ -1,7 +1,6 @@
 """The model family for encoders: prompts go through transformers' modules whole and side by side, attention to slots.
 
-An encoder keeps no keys: all tokens of a prompt are in the step that computes it. Token types are those of a first
-segment throughout.
+An encoder keeps no keys: all tokens of a prompt are in the step that computes it.
 """
 
 from __future__ import annotations
@@ -57,6 +56,7 @@ class TransformersEncoder:
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tasks=("classify",) if found.architecture in CLASSIFIERS else ("embed",),
             notes=notes,
+            token_types=int(getattr(found.config, "type_vocab_size", 1) or 1),
         )
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
@@ -94,14 +94,18 @@ class EncoderModel:
         self.notes += notes
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        *,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `slotline.registry.contracts.model_family.Model.forward`."""
-        kwargs = (
-            {}
-            if self.hf_model.config.model_type == "distilbert"
-            else {"token_type_ids": torch.zeros_like(input_ids)[None]}
-        )
+        """See `slotline.registry.contracts.model_family.TypedModel.forward`."""
+        kwargs = {}
+        if hasattr(self.hf_model.config, "type_vocab_size"):
+            kwargs["token_type_ids"] = (torch.zeros_like(input_ids) if token_types is None else token_types)[None]
         with self._holder.serving(attend):
             hidden: torch.Tensor = self.hf_model.base_model(
                 input_ids=input_ids[None], position_ids=(positions + self._first_position)[None], **kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ class EmbeddingPooler:
         recipe: the checkpoint's recipe, or the default.
         hidden_size: numbers in a whole embedding.
         dimensions: lengths that the model was trained for, None if it was trained for one length.
+        tasks: tasks of requests.
     """
 
     recipe: Recipe
     hidden_size: int
     dimensions: Sequence[int] | None = None
+    tasks: tuple[str, ...] = ("embed", "token_embed")
 
     @property
     def method(self) -> PoolingMethod:
@@ -88,6 +90,22 @@ class ClassPooler:
     hf_model: Any
     activation: Callable[[torch.Tensor], torch.Tensor]
     method: PoolingMethod = "last"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of requests: scores of pairs only with one label."""
+        return ("classify", "token_classify", "score") if self._num_labels == 1 else ("classify", "token_classify")
+
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        """Reasons for tasks that it does not serve."""
+        if self._num_labels == 1:
+            return {}
+        return {"score": f"the score of a pair needs a model with one label, and this one has {self._num_labels}"}
+
+    @property
+    def _num_labels(self) -> int:
+        return int(self.hf_model.config.num_labels)
 
     def adjust(self, params: PoolingParams) -> PoolingParams:
         """See `slotline.registry.contracts.pooling.Pooler.adjust`."""

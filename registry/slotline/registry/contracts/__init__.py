@@ -106,7 +106,15 @@ from slotline.registry.contracts.model_family import (
     SavingModel,
     Stage,
 )
-from slotline.registry.contracts.pooling import POOLING_TASKS, Pooler, PoolingMethod, PoolingParams
+from slotline.registry.contracts.pooling import (
+    POOLING_TASKS,
+    TOKEN_TASKS,
+    Pooler,
+    PoolingForm,
+    PoolingMethod,
+    PoolingParams,
+    ScoreType,
+)
 from slotline.registry.contracts.response_parser import (
     TOOL_CHOICES,
     ContentDelta,
@@ -159,6 +167,7 @@ __all__ = [
     "CONSTRAINTS",
     "ELEMENTS",
     "POOLING_TASKS",
+    "TOKEN_TASKS",
     "TOOL_CHOICES",
     "AdaptableModel",
     "AttentionBackend",
@@ -251,6 +260,7 @@ __all__ = [
     "PeakMemory",
     "PlannedModule",
     "Pooler",
+    "PoolingForm",
     "PoolingMethod",
     "PoolingParams",
     "ProcessedItem",
@@ -264,6 +274,7 @@ __all__ = [
     "ResponseStream",
     "SampledRows",
     "SavingModel",
+    "ScoreType",
     "Stage",
     "StateBackend",
     "StateBatch",

@@ -86,7 +86,7 @@ class ModelFamilyCapabilities:
     Attributes:
         architectures: values of `architectures` in config.json that it loads.
         devices: device types.
-        tasks: some of ``generate``, ``embed`` and ``classify``.
+        tasks: some of ``generate``, ``embed``, ``classify`` and ``token_classify``.
         pipeline: `load` can distribute a model's layers over the stages of its context.
         taps: `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
         batch_invariant: `load` can return a model whose logits for a token are bitwise independent of the rest of the
@@ -108,6 +108,7 @@ class ModelFamilyCapabilities:
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
         expert_replicas: so can replicas with tokens of their own, as `Shard.own_tokens` says.
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
+        token_types: models of checkpoints with several `ModelFacts.token_types` are `TypedModel`s.
     """
 
     architectures: Set[str]
@@ -127,6 +128,7 @@ class ModelFamilyCapabilities:
     experts: Flag = Flag(False)
     expert_replicas: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
+    token_types: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -255,6 +257,7 @@ class ModelFacts:
         host_copies: number of times that a forward pass copies data from the host into a device tensor. These copies
             wait and cannot be captured in a graph.
         mixtures: number of experts of each mixture whose experts ranks can share, in order.
+        token_types: number of types that a token can have, such as that of a pair's first or second text.
     """
 
     architecture: str
@@ -277,6 +280,7 @@ class ModelFacts:
     weight_modules: tuple[WeightModule, ...] = ()
     notes: tuple[str, ...] = ()
     mixtures: tuple[int, ...] = ()
+    token_types: int = 1
 
 
 @frozen(kw_only=True)
@@ -416,6 +420,29 @@ class StageModel(Model, Protocol):
         Returns:
             Of the last stage, hidden states [n, hidden_size] or [num_tokens, hidden_size]. Of another one, the input of
             the next stage's first layer [num_tokens, hidden_size]. `wanted` is not given then.
+        """
+        ...
+
+
+class TypedModel(Model, Protocol):
+    """Protocol of a model whose tokens can have types, such as those of a pair's first and second text."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        *,
+        advance: Advance | None = None,
+        tap: Tap | None = None,
+        fast_prefill: bool = False,
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run flattened tokens through the model, see `Model.forward`.
+
+        Args:
+            token_types: [num_tokens] int64, the type of each token. None if all are of type 0.
         """
         ...
 

@@ -5,7 +5,7 @@ Part of the model-family contract: a model that serves a pooling task provides a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrs import field, frozen
@@ -17,13 +17,24 @@ from slotline.registry.safe_repr import safe_repr
 if TYPE_CHECKING:
     import torch
 
-POOLING_TASKS = ("embed", "classify")
-"""The tasks that give one vector for a prompt instead of tokens."""
+POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify", "score")
+"""The tasks that give vectors or scores for a prompt instead of tokens."""
+
+TOKEN_TASKS = ("token_embed", "token_classify")
+"""The tasks that give a vector for each token of a prompt."""
+
+ScoreType = Literal["cross-encoder", "bi-encoder", "late-interaction"]
+"""How two texts are scored: by a model that reads both, by the cosine of their embeddings, or by the sum over the first
+text's tokens of the best product with a token of the second one (MaxSim)."""
 
 PoolingMethod = Literal["last", "cls", "mean"]
 """Which hidden states of a prompt count: its last token's, its first token's, or the mean over all its tokens."""
 
-_ONLY_FOR = {"dimensions": "embed", "normalize": "embed", "use_activation": "classify"}
+_ONLY_FOR = {
+    "dimensions": ("embed", "token_embed"),
+    "normalize": ("embed", "token_embed"),
+    "use_activation": ("classify", "token_classify", "score"),
+}
 
 
 def _task(_instance: Any, _attribute: Any, value: Any) -> None:
@@ -54,10 +65,12 @@ class PoolingParams:
     """Parameters for pooling one request's hidden states. None leaves a parameter to the model.
 
     Attributes:
-        task: ``embed`` or ``classify``. `LLM.embed` and `LLM.classify` fill it in. Elsewhere it must be given.
-        dimensions: length of the embedding. A reduced length requires a model that was trained for it (Matryoshka).
+        task: one of `POOLING_TASKS`. `LLM.embed`, `LLM.classify` and `LLM.score` fill it in. Elsewhere it must be
+            given.
+        dimensions: length of the embedding, or of each token's. A reduced length requires a model that was trained for
+            it (Matryoshka).
         normalize: True to divide the embedding by its length.
-        use_activation: True to apply the model's softmax or sigmoid to class scores.
+        use_activation: True to apply the model's softmax or sigmoid to class scores and to the score of a pair.
 
     Raises:
         RequestError: naming the parameter, its value and the allowed values.
@@ -69,18 +82,38 @@ class PoolingParams:
     use_activation: bool | None = field(default=None, converter=plain_number, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
-        for name, task in _ONLY_FOR.items():
-            if self.task not in (None, task) and getattr(self, name) is not None:
+        for name, tasks in _ONLY_FOR.items():
+            if self.task is not None and self.task not in tasks and getattr(self, name) is not None:
                 raise RequestError(
                     f"{name}={getattr(self, name)!r} has no meaning for task {self.task!r}",
-                    fix=f"leave {name} out; it belongs to task {task!r}",
+                    fix=f"leave {name} out; it belongs to task {' or '.join(map(repr, tasks))}",
                 )
+
+
+@frozen(kw_only=True)
+class PoolingForm:
+    """What callers know of a pooling engine, beside its requests' answers. It can be pickled.
+
+    Attributes:
+        tasks: tasks that its requests may have.
+        score_type: how it scores two texts. None if it cannot.
+        refusals: by task that it does not serve, the reason.
+        token_types: whether prompts may have `token_type_ids`.
+    """
+
+    tasks: tuple[str, ...]
+    score_type: ScoreType | None = None
+    refusals: Mapping[str, str] = field(factory=dict)
+    token_types: bool = False
 
 
 class Pooler(Protocol):
     """Adjusts pooling parameters and computes answers from pooled hidden states.
 
     The core gathers the states, also over the chunks of a prompt. `method` selects the states to use.
+
+    A pooler may have two more attributes. `tasks` are the tasks of requests that it serves, the engine's alone if it is
+    absent. `refusals` gives the reason by task for others.
     """
 
     @property
@@ -100,7 +133,8 @@ class Pooler(Protocol):
         """Return the answers of requests whose prompts are computed.
 
         Args:
-            states: [n, hidden_size] float32, each prompt's hidden states pooled by `method`.
+            states: [n, hidden_size] float32, each prompt's hidden states pooled by `method`. For a task of
+                `TOKEN_TASKS` each of the prompt's tokens has a row with its own state.
             params: n parameters as `adjust` returned them.
 
         Returns:
