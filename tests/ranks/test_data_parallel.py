@@ -297,8 +297,13 @@ def test_embeddings_are_those_of_one_engine() -> None:
     found = [each.outputs.embedding for each in llm.embed(PROMPTS)]
     with pytest.raises(RequestError, match="this engine runs 'embed'"):
         llm.generate(["a", "b"])
+    scores = [one.outputs.score for one in llm.score("def f(x):", ["x = 1", "def g(x):"])]
     llm.close()
-    expected = [each.outputs.embedding for each in LLM(task="embed", **SETTINGS).embed(PROMPTS)]
+    single = LLM(task="embed", **SETTINGS)
+    expected = [each.outputs.embedding for each in single.embed(PROMPTS)]
+    assert scores == pytest.approx(
+        [one.outputs.score for one in single.score("def f(x):", ["x = 1", "def g(x):"])], abs=1e-5
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
