@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import torch
 
 from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.parts import Parts
@@ -34,7 +37,7 @@ def build_graphs(
         variants=next(iter(extensions.captured_variants), lambda query_len: (0,)),
     )
     return GraphCapturer(
-        parts.model,
+        parts.model if planned.place.layout.data == 1 else GatheringModel(parts.model),  # type: ignore[arg-type]
         router,
         gatherer,
         plan,
@@ -46,6 +49,23 @@ def build_graphs(
         plans_anew="drafts" in extensions.named,  # it attends after a replay, by the step's plans
         has_logits=planned.is_last_stage,
     )
+
+
+class GatheringModel:
+    """Model whose forward passes have as many tokens on each of the ranks that have tokens of their own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.compute_logits = model.compute_logits
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        """See `slotline.registry.contracts.model_family.Model.forward`."""
+        self._model.gather_experts(gathers=True)
+        try:
+            hidden: torch.Tensor = self._model.forward(*args, **options)
+        finally:
+            self._model.gather_experts(gathers=False)
+        return hidden
 
 
 def num_spec_tokens(planned: Planned) -> int:

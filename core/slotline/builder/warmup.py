@@ -99,9 +99,11 @@ class Warmup:
         """A forward pass outside of the graphs can be captured too.
 
         This is not so with states, an encoder, offloaded weights, or an extension that plans its own kernels. Their
-        work for an eager step need not be capturable.
+        work for an eager step need not be capturable. Nor is an eager step of ranks with tokens of their own.
         """
         planned, facts = self.planned, self.planned.facts
+        if planned.place.layout.data > 1:
+            return False
         if not planned.plan.graphs.any_captured or planned.stages.divided or planned.loaded.config.offload_gib:
             return False
         eager = planned.plan.state_groups, self.runner.extensions.plan, facts.modalities, facts.max_encoder_len

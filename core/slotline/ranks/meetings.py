@@ -21,7 +21,9 @@ from attrs import define, field, frozen
 
 from slotline.registry.errors import RankError
 
-_FORM = struct.Struct("<qq")
+_FORM = struct.Struct("<qqq")
+EAGER = -1
+"""Number of no captured shape: the pass runs eagerly."""
 
 
 class Gathers(Protocol):
@@ -44,10 +46,12 @@ class Pass:
     Attributes:
         number: of the pass, from 1.
         tokens: number of tokens, 0 for a replica without work.
+        shape: number of the captured shape that it would run alone, or `EAGER`. Without work it says nothing.
     """
 
     number: int
     tokens: int
+    shape: int = EAGER
 
 
 @define(eq=False)
@@ -81,21 +85,22 @@ class Meetings:
         """Whether another replica waits for this one."""
         return any(not said.empty() for said in self._said.values())
 
-    def meet(self, tokens: int) -> tuple[int, ...]:
-        """Agree with all replicas on the next forward pass. Return the number of tokens of each, in order.
+    def meet(self, tokens: int, shape: int = EAGER) -> tuple[Pass, ...]:
+        """Come to the next forward pass with all replicas. Return what each brings to it, in order.
 
         Args:
-            tokens: number of this replica's.
+            tokens, shape: of this replica, as in `Pass`.
 
         Raises:
             RankError: if a replica does not come in time, or comes for another pass.
         """
         self.passes += 1
-        message = _FORM.pack(self.passes, tokens)
+        own = Pass(self.passes, tokens, shape)
+        message = _FORM.pack(own.number, own.tokens, own.shape)
         for connection in self.connections.values():
             with suppress(OSError):  # the front says why it has gone
                 connection.send_bytes(message)
-        found = {self.number: tokens}
+        found = {self.number: own}
         until = time.monotonic() + self.timeout
         for number, said in self._said.items():
             try:
@@ -107,7 +112,7 @@ class Meetings:
                 ) from None
             if other.number != self.passes:
                 raise RankError(f"replica {number} is in forward pass {other.number} and not in {self.passes}")
-            found[number] = other.tokens
+            found[number] = other
         return tuple(found[number] for number in sorted(found))
 
     def close(self) -> None:

@@ -6,15 +6,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from attrs import define, field
 
+from slotline.builder.made_up import made_up_inputs
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import ForwardOutput
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
+from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.kernels.device_scope import on_device
+from slotline.ranks.agreed_shapes import AgreedShapes
 from slotline.ranks.expert_balance import ExpertBalance
 from slotline.ranks.group import RankGroup, waits_in
 from slotline.ranks.meetings import Meetings
@@ -39,10 +45,12 @@ class SharingEngine(Engine):
     meetings: Meetings | None = field(default=None, init=False)
     balance: ExpertBalance | None = field(default=None, init=False)
     is_within: bool = field(default=False, init=False)
+    _shapes: AgreedShapes = field(factory=lambda: AgreedShapes(()), init=False)
 
     def connect(self, group: RankGroup, meetings: Meetings) -> None:
         """Run in step with the other replicas from now on."""
         self.group, self.meetings = group, meetings
+        self._shapes = AgreedShapes(() if self.graphs is None else self.graphs.shapes.largest_first)
 
     def disconnect(self) -> None:
         """Leave the other replicas, between two forward passes. `connect` may follow with another group."""
@@ -79,27 +87,64 @@ class SharingEngine(Engine):
         Raises:
             RankError: if a replica does not come to it.
         """
-        with self._in_step(0):
-            self.runner.model.idle_experts()  # type: ignore[attr-defined]
+        with self._in_step():
+            shape = self._meet(0, None)
+            if shape is None or self.graphs is None:
+                self.runner.model.idle_experts()  # type: ignore[attr-defined]
+            else:
+                inputs = self._made_up(shape)
+                self.runner.plan(inputs)
+                self.graphs.replay(inputs)
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
-        with self._in_step(schedule.num_tokens):
+        with self._in_step():
+            if self.graphs is None:
+                self._meet(schedule.num_tokens, None)
             return super()._launch(schedule)
 
-    @contextmanager
-    def _in_step(self, tokens: int) -> Iterator[None]:
-        """Join a forward pass of all replicas. What is raised in it leaves them waiting, so that they all must end."""
+    def _graph_shape(
+        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: bool, variant: int
+    ) -> GraphShape | None:
+        own = super()._graph_shape(graphs, schedule, cascade=cascade, variant=variant)
+        return self._meet(schedule.num_tokens, own)
+
+    def _meet(self, tokens: int, own: GraphShape | None) -> GraphShape | None:
+        """Come to the next forward pass with the other replicas. Return the captured shape in which all run it.
+
+        Args:
+            own: the shape in which this replica would run it alone. None to run eagerly.
+        """
         if self.meetings is None:
-            yield
-            return
+            return own
         self.is_within = True
+        return self._shapes.agreed(self.meetings.meet(tokens, self._shapes.number_of(own)))
+
+    def _made_up(self, shape: GraphShape) -> ModelInputs:
+        """Make up a step of a captured shape, whose tokens are drawn so that they go to all experts."""
+        requests = shape.padded_requests or 1
+        past = self.rows.max_model_len if shape.cascade else None
+        lens = [shape.query_len or shape.num_tokens // requests] * requests
+        lens[-1] += shape.num_tokens - sum(lens)
+        prefixes = self.cascade.longest(np.asarray(lens), self.rows.max_model_len) if shape.cascade else ()
+        return made_up_inputs(
+            self.gatherer,
+            lens,
+            seq_len=past,
+            vocab_size=self.limits.vocab_size,
+            shape=shape,
+            prefixes=prefixes,
+            variant=shape.variant,
+        )
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Enter a forward pass of all replicas. What is raised in it leaves them waiting, so that they all must end."""
         try:
-            self.meetings.meet(tokens)
             yield
             if self.balance is not None:
                 self.balance.after_step()
         except BaseException as error:
-            if lost_others(error, waits_in(self.group)):
+            if self.is_within and lost_others(error, waits_in(self.group)):
                 time.sleep(_CAUSE)
             raise
         self.is_within = False

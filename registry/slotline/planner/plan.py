@@ -379,7 +379,7 @@ def _negotiated(
     states = state_candidates(registry, info) if facts.state_layers else ()
     rank = partial(registry.hooks.rank_candidates, device=info)
     plan = negotiate(request, attention, specs, states, rank)
-    communicator = choose_communicator(loaded, registry, info, place, plan.dtype)
+    communicator = choose_communicator(loaded, registry, info, place, plan.dtype, states=bool(facts.state_layers))
     expert_placement = choose_expert_placement(loaded, registry, info, whole)
     weights = None
     if weight_format is not None:

@@ -153,6 +153,7 @@ class CommunicatorChoice:
         part: the plugin for the plan.
         within_layers: whether it is called inside of forward passes, and not only between those of stages.
         own_tokens: whether each rank has tokens of its own.
+        states: whether the model has layers with states.
     """
 
     descriptor: Descriptor[Any] | None = None
@@ -160,12 +161,13 @@ class CommunicatorChoice:
     part: Part | None = None
     within_layers: bool = True
     own_tokens: bool = False
+    states: bool = False
 
     @property
     def graphs_refusal(self) -> str | None:
         """Return the reason why no graph is captured, or None."""
-        if self.own_tokens:
-            return "replicas exchange the tokens of their experts, whose numbers the host must know"
+        if self.own_tokens and self.states:
+            return "a replica without requests would write states in a replay for the others"
         if self.descriptor is None or not self.within_layers:
             return None
         if self.descriptor.capabilities.graphs.value > GraphSupport.NEVER:
@@ -174,7 +176,7 @@ class CommunicatorChoice:
 
 
 def choose_communicator(
-    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, place: Place, dtype: str
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, place: Place, dtype: str, *, states: bool
 ) -> CommunicatorChoice:
     """Return the communicator that the configuration names, or the one of the highest priority that fits.
 
@@ -205,6 +207,7 @@ def choose_communicator(
     return CommunicatorChoice(
         within_layers=place.layout.tensor > 1 or place.layout.data > 1,
         own_tokens=place.layout.data > 1,
+        states=states,
         descriptor=best.descriptor,
         settings=(best.setting,),
         part=best.part,

@@ -28,7 +28,7 @@ from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_a
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.plugins.model_families.tensor_parallel.expert_moves import SharedMixtures
-from slotline.plugins.model_families.tensor_parallel.expert_routing import idle_pass
+from slotline.plugins.model_families.tensor_parallel.expert_routing import idle_pass, own_tokens
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 from slotline.registry.errors import ModelError
@@ -240,6 +240,11 @@ class DecoderModel:
         if self._idle is None:
             self._idle = idle_pass(self.hf_model)
         self._idle()
+
+    def gather_experts(self, *, gathers: bool) -> None:
+        """See `slotline.registry.contracts.model_family.MixtureModel.gather_experts`."""
+        for form in own_tokens(self.hf_model):
+            form.gathers = gathers
 
     @property
     def _mixtures(self) -> SharedMixtures:

@@ -497,6 +497,14 @@ class MixtureModel(Model, Protocol):
         """
         ...
 
+    def gather_experts(self, *, gathers: bool) -> None:
+        """Let mixtures gather the tokens of all ranks from now on, or exchange them as at first.
+
+        Called only with `Shard.own_tokens`. While they gather, all ranks have as many tokens in a forward pass, and it
+        can be captured.
+        """
+        ...
+
 
 class MultimodalModel(Model, Protocol):
     """Protocol of a model with inputs other than text. Items are processed, encoded once, and replace placeholders.

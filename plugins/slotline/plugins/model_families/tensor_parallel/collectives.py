@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.tensor_parallel import norms
-from slotline.plugins.model_families.tensor_parallel.expert_routing import ExchangedTokens, SameTokens
+from slotline.plugins.model_families.tensor_parallel.expert_routing import OwnTokens, SameTokens
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.registry.contracts.communicator import Communicator
 
@@ -32,7 +32,7 @@ def install(hf_model: nn.Module, joined: Joined, communicator: Communicator, *, 
         _VocabularyPart(start, end, communicator).attach(hf_model.get_submodule(name))
     for name, size in joined.gathered.items():
         hf_model.get_submodule(name).register_forward_hook(partial(_gather, communicator, size))
-    form = ExchangedTokens if joined.own_tokens else SameTokens
+    form = OwnTokens if joined.own_tokens else SameTokens
     for name in joined.mixtures:
         module: Any = hf_model.get_submodule(name)
         module.forward = form(module, communicator, fused=fused)

@@ -4,6 +4,7 @@
   the ranks behind the mixture, or behind the block that adds shared experts, joins it. Nothing is sent.
 - `GatheredTokens`: each rank has as many tokens of its own. All ranks gather all tokens, add what their experts give,
   and each gets the sums of its own tokens. Shapes do not hang on the routing, so it can be captured in a graph.
+- `OwnTokens`: each rank has tokens of its own, which go as in one of these two forms.
 - `ExchangedTokens`: each rank has any number of tokens of its own. Each token goes to the ranks of its experts alone,
   and their sums come back. The host waits for the numbers of tokens, so it cannot be captured. A room of fixed size for
   each rank would need no such wait, but tokens beyond it would have to be dropped, which changes the output.
@@ -62,6 +63,15 @@ class SameTokens:
         own = entries(self._module.slotline_local, top_k_index)
         return self._sums(hidden_states, own, top_k_weights)
 
+    def gathered(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the whole sums [tokens, hidden_size] of as many tokens as each other rank gives."""
+        self.count(top_k_index)
+        gather = self._communicator.all_gather
+        given = (gather(one.contiguous()) for one in (hidden_states, top_k_index, top_k_weights))
+        return self._communicator.reduce_scatter(self.own_sums(*given))
+
     def count(self, top_k_index: torch.Tensor) -> None:
         """Count the tokens of each expert, if that is wanted."""
         if self._one is not None:
@@ -78,10 +88,7 @@ class GatheredTokens(SameTokens):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """See `SameTokens`. The sums are whole. The number of tokens is the same on all ranks."""
-        self.count(top_k_index)
-        gather = self._communicator.all_gather
-        given = (gather(one.contiguous()) for one in (hidden_states, top_k_index, top_k_weights))
-        return self._communicator.reduce_scatter(self.own_sums(*given))
+        return self.gathered(hidden_states, top_k_index, top_k_weights)
 
 
 class ExchangedTokens(SameTokens):
@@ -138,6 +145,30 @@ class ExchangedTokens(SameTokens):
         return both[0], both[1]
 
 
+class OwnTokens(ExchangedTokens):
+    """Mixture whose ranks have tokens of their own.
+
+    Attributes:
+        gathers: whether all ranks give as many tokens, which all gather, as in a step that is captured. Otherwise they
+            exchange them.
+    """
+
+    gathers = False
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `SameTokens`. The sums are whole."""
+        form = self.gathered if self.gathers else super().__call__
+        return form(hidden_states, top_k_index, top_k_weights)
+
+
+def own_tokens(hf_model: Any) -> list[OwnTokens]:
+    """Return the forms of a model's mixtures whose ranks have tokens of their own."""
+    found = (module.__dict__.get("forward") for module in hf_model.modules())
+    return [form for form in found if isinstance(form, OwnTokens)]
+
+
 def entries(table: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
     """Return the entries [tokens, k] of the chosen experts in a table [experts, w], those of a token's turn."""
     if table.shape[1] == 1:
@@ -152,8 +183,7 @@ def idle_pass(hf_model: Any) -> Callable[[], None]:
     Raises:
         ModelError: if not all mixtures are called once in each forward pass.
     """
-    forms = [one.forward for one in hf_model.modules() if isinstance(one.__dict__.get("forward"), ExchangedTokens)]
-    forms.sort(key=lambda form: form.first)
+    forms = sorted(own_tokens(hf_model), key=lambda form: form.first)
     calls = [form.calls for form in forms]
     if not calls or max(calls) >= 2 * min(calls):  # a trial of the loop over layers may have ended in the middle
         raise ModelError(
