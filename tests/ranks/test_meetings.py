@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from slotline.ranks.meetings import Meetings, join_meetings
+from slotline.ranks.meetings import Meetings, Pass, join_meetings
 from slotline.registry.errors import RankError
 from slotline.registry.ranks import Place, RankLayout
 
@@ -19,6 +19,11 @@ from slotline.registry.ranks import Place, RankLayout
 def two(timeout: float = 10.0) -> tuple[Meetings, Meetings]:
     first, second = Pipe()
     return Meetings(0, {1: first}, timeout), Meetings(1, {0: second}, timeout)
+
+
+def tokens(meetings: Meetings, own: int) -> list[int]:
+    """Return the tokens of each replica in the next forward pass."""
+    return [one.tokens for one in meetings.meet(own)]
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -31,15 +36,16 @@ def test_all_learn_the_tokens_of_all_and_one_without_work_is_called_first() -> N
     called = threading.Event()
     second.called = called.set
 
-    def idle() -> tuple[int, ...]:
+    def idle() -> list[int]:
         assert called.wait(10)
         assert second.is_awaited
-        return second.meet(0)
+        return tokens(second, 0)
 
-    assert at_once(lambda: first.meet(7), idle) == [(7, 0), (7, 0)]
+    assert at_once(lambda: tokens(first, 7), idle) == [[7, 0], [7, 0]]
     assert not first.is_awaited
     assert not second.is_awaited
-    assert at_once(lambda: first.meet(1), lambda: second.meet(2)) == [(1, 2), (1, 2)]
+    found = at_once(lambda: first.meet(1, 4), lambda: second.meet(2))
+    assert found == [(Pass(2, 1, 4), Pass(2, 2))] * 2
     assert first.passes == second.passes == 2
 
 
@@ -80,7 +86,7 @@ def test_replicas_connect_with_each_other_and_may_leave_for_another_group() -> N
         layout, given, barrier = RankLayout(data=size), [None] * size, threading.Barrier(size, timeout=10)
         groups = [Group(Place(rank=rank, layout=layout), given, barrier) for rank in range(size)]
         joined = at_once(*(lambda group=group: join_meetings(group, 10.0) for group in groups))
-        calls = [lambda one=one: one.meet(one.number) for one in joined]
-        assert at_once(*calls) == [tuple(range(size))] * size
+        calls = [lambda one=one: tokens(one, one.number) for one in joined]
+        assert at_once(*calls) == [list(range(size))] * size
         for one in joined:
             one.close()

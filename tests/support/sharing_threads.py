@@ -75,10 +75,14 @@ class Replicas:
 
 
 @contextmanager
-def sharing_replicas() -> Iterator[tuple[Replicas, dict[str, Any]]]:
-    """Have replicas that are started meanwhile run as threads. Gives their engines, and the settings to build by."""
-    replicas = Replicas()
-    settings = {"plugins.inline": (f"{thread_ranks.__file__}:descriptor",), "parallel.communicator": "threads"}
+def sharing_replicas(module: Any = thread_ranks) -> Iterator[tuple[Replicas, dict[str, Any]]]:
+    """Have replicas that are started meanwhile run as threads. Gives their engines, and the settings to build by.
+
+    Args:
+        module: has the descriptor of the communicator.
+    """
+    replicas, name = Replicas(), module.descriptor.name
+    settings = {"plugins.inline": (f"{module.__file__}:descriptor",), "parallel.communicator": name}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_thread))
         patch.setattr(replica, "start_sharing", replicas.start)
