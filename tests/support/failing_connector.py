@@ -1,4 +1,7 @@
-"""A connector that keeps blocks in a dict when they are full, and fails in the way that its options name."""
+"""A connector that keeps blocks in a dict when they are full, and fails in the way that its options name.
+
+With a `part` it fails only on the ranks that have it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from slotline.registry.descriptor import Descriptor, Kind
 @frozen(kw_only=True)
 class Options:
     how: str = field(default="never")
+    part: str = field(default="")
 
 
 class Failing:
@@ -28,7 +32,8 @@ class Failing:
     )
 
     def __init__(self, context: KVConnectorContext) -> None:
-        self.context, self.how = context, context.options.how
+        self.context = context
+        self.how = context.options.how if context.options.part in context.part else "never"
         self.blocks: dict[tuple[int, BlockHash], torch.Tensor] = {}
         self.broken: set[int] = set()
         self.loading = False
@@ -47,7 +52,8 @@ class Failing:
             self._fail("save")
             row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
             self.context.copy.to_host(one.group, [one.block], [row])
-            self.blocks[one.group, one.block_hash] = row
+            if self.how != "forgets" or one.block_hash[0] % 2:
+                self.blocks[one.group, one.block_hash] = row
         for number, one in enumerate(loads):
             self._fail("load")
             row = self.blocks[one.group, one.block_hash]

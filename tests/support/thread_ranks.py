@@ -161,6 +161,9 @@ class ThreadGroup:
     def gather(self, value: Any) -> list[Any]:
         return self.exchange.gather(self.place.rank, value)
 
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        return self.gather(value)
+
 
 class Told:
     """Rank 0's connections and its watch, or another rank's connection. All ranks raise the same errors."""

@@ -37,6 +37,10 @@ class Ranks(Protocol):
         """Return the values of all ranks, in order."""
         ...
 
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in order. All ranks give as many, and at least one."""
+        ...
+
 
 def build_communicator(
     planned: Planned, ranks: Ranks | None, name: str, members: tuple[int, ...]
@@ -125,6 +129,11 @@ def fewest(ranks: Ranks | None) -> Callable[[int], int]:
     if ranks is None:
         return lambda number: number
     return lambda number: min(ranks.gather(number))
+
+
+def gathered(ranks: Ranks | None) -> Callable[[bytes], list[bytes]]:
+    """Return a function that gives the bytes of all ranks, in order."""
+    return (lambda value: [value]) if ranks is None else ranks.gather_bytes
 
 
 def _files(path: Path) -> Iterator[Path]:

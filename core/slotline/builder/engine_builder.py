@@ -7,7 +7,7 @@ from functools import partial
 
 from attrs import define, evolve, field
 
-from slotline.builder.communicators import Ranks, build_communicator, build_communicators, compare, fewest
+from slotline.builder.communicators import Ranks, build_communicator, build_communicators, compare, fewest, gathered
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graph_capturer import GraphCapturer
@@ -206,6 +206,7 @@ class EngineBuilder:
             context_group=build_communicator(planned, self.ranks, "decode_context", planned.shards.ranks),
             communicators=self.communicators,
             agree=fewest(self.ranks),
+            gather=gathered(self.ranks),
         )
 
     def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:

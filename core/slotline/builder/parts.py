@@ -69,6 +69,7 @@ class Parts:
         context_group: joins the ranks that share the keys of requests. None if none does.
         communicators: of the groups of ranks that this one is in, by dimension.
         agree: gives the least of the ranks' numbers, of this one's.
+        gather: gives the bytes of all ranks in order, of this one's. All give as many.
     """
 
     planned: Planned
@@ -87,6 +88,7 @@ class Parts:
     context_group: Communicator | None = None
     communicators: Mapping[str, Communicator] = field(factory=dict)
     agree: Callable[[int], int] = int
+    gather: Callable[[bytes], list[bytes]] = lambda value: [value]
 
     def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return one of the model's functions for calls outside of a step, see `FeatureExtension.outside_steps`."""

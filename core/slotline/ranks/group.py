@@ -8,6 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 from attrs import define, field
 from torch import distributed
 from torch.distributed.distributed_c10d import Store
@@ -39,6 +40,15 @@ class RankGroup:
         found: list[Any] = [None] * self.place.size
         distributed.all_gather_object(found, value)
         return found
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Return the bytes of all ranks, in order. All ranks give as many, and at least one."""
+        if not self.owner:  # the program's own group may not take tensors of the host
+            return self.gather(value)
+        given = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        found = [torch.empty_like(given) for _ in range(self.place.size)]
+        distributed.all_gather(found, given)
+        return [one.numpy().tobytes() for one in found]
 
     def abort(self) -> None:
         """End the collectives that wait for a rank that is gone. Called by another thread."""

@@ -19,6 +19,22 @@ ADDRESS, NUMBER = "SLOTLINE_FRONT", "SLOTLINE_REPLICA"
 """Variables of a replica: where the front listens, with its key, and the number of the replica."""
 
 
+class BlockCounts(NamedTuple):
+    """Blocks that an engine has asked its KV connector for.
+
+    Attributes:
+        asked: those that the cache lacked.
+        loads, lost: those whose load was started, and those of them that failed on any rank.
+        held, failed: by rank, those that its connector held, and those that it could not load.
+    """
+
+    asked: int
+    loads: int
+    lost: int
+    held: tuple[int, ...]
+    failed: tuple[int, ...]
+
+
 class Load(NamedTuple):
     """Load of an engine at a time.
 
@@ -26,6 +42,7 @@ class Load(NamedTuple):
         running, waiting: requests in the batch, and those that wait for a place in it.
         most_running: places in it.
         blocks, free: blocks of the cache, and the free ones among them.
+        stored: blocks of the KV connector, None without one.
     """
 
     running: int = 0
@@ -33,6 +50,7 @@ class Load(NamedTuple):
     most_running: int = 0
     blocks: int = 0
     free: int = 0
+    stored: BlockCounts | None = None
 
 
 class Add(NamedTuple):
@@ -159,8 +177,14 @@ class Failed(NamedTuple):
 def load_of(engine: Engine) -> Load:
     """Return the load of an engine."""
     scheduler, pool = engine.scheduler, engine.scheduler.cache.pool
+    transfer = engine.extension("kv_transfer")
     return Load(
-        len(scheduler.running), scheduler.num_waiting, engine.rows.max_requests, pool.num_blocks - 1, pool.num_free
+        len(scheduler.running),
+        scheduler.num_waiting,
+        engine.rows.max_requests,
+        pool.num_blocks - 1,
+        pool.num_free,
+        None if transfer is None else transfer.counts,
     )
 
 

@@ -6,17 +6,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
 from slotline.ranks.front import loads_of
+from slotline.ranks.reports import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_STORED = {
+    "asked": "Blocks that the cache lacked and the KV connector was asked for.",
+    "loads": "Blocks whose load from the KV connector was started.",
+    "lost": "Blocks among them that could not be loaded on some rank.",
+    "held": "Blocks that a rank's KV connector held.",
+    "failed": "Blocks that a rank's KV connector could not load.",
+}
 
 
 class Metrics:
@@ -118,6 +126,20 @@ class _Engine:
             gauge = GaugeMetricFamily(name, text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
             yield gauge
+        if any(load.stored for load in loads):
+            yield from self._stored(loads)
         info = InfoMetricFamily("slotline:plan", "The parts that run.")
         info.add_metric((), {"digest": plan.digest, "summary": plan.summary(), "model_name": self._model})
         yield info
+
+    def _stored(self, loads: list[Load]) -> Iterator[Any]:
+        """Yield what each replica has asked its KV connector for, and what each of its ranks said."""
+        for name, text in _STORED.items():
+            by_rank = name in ("held", "failed")
+            labels = ("model_name", "replica", *(("rank",) if by_rank else ()))
+            family = CounterMetricFamily(f"slotline:kv_connector_blocks_{name}", text, labels=labels)
+            for replica, load in enumerate(loads):
+                found = None if load.stored is None else getattr(load.stored, name)
+                for rank, value in enumerate((found,) if isinstance(found, int) else found or ()):
+                    family.add_metric((self._model, str(replica), *((str(rank),) if by_rank else ())), value)
+            yield family

@@ -179,7 +179,7 @@ def refuse_context(
     if config.cache.calculate_kv_scales or any(scale != 1.0 for pair in facts.kv_scales.values() for scale in pair):
         texts.append("an eight-bit cache with scales is not divided")
     if config.kv_connector.name:
-        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: it sees the blocks of one cache")
+        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: the tokens of a block lie in several caches")
     if texts:
         raise NegotiationError(f"{shards.asked} cannot hold: {'; '.join(texts)}", fix=shards.fix)
 

@@ -10,8 +10,10 @@ from slotline.registry.config import LoadedConfig
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Need, Plan, part_reasons
+from slotline.registry.negotiation import Need, Plan, Setting, part_reasons
+from slotline.registry.ranks import Place
 
+KEY = "kv_connector.name"
 _FIX = "change what the reasons name, take another connector, or remove [kv_connector]"
 
 
@@ -58,6 +60,40 @@ def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, p
         texts.append(f"cache.prefix_caching is false ({origin}): what it holds comes back as cached prefixes")
     if texts:
         raise _refusal(descriptor.name, texts)
+
+
+def connector_setting(loaded: LoadedConfig, place: Place) -> tuple[Setting, ...]:
+    """Return the record of the connectors of several ranks or replicas. Empty for one."""
+    name, replicas, texts = loaded.config.kv_connector.name, loaded.config.parallel.data, list[str]()
+    if replicas > 1:
+        texts.append(f"each of {replicas} replicas has its own")
+    if place.size > 1:
+        what = {"tensor": "heads", "pipeline": "layers"}
+        own = " and ".join(text for dimension, text in what.items() if getattr(place.layout, dimension) > 1)
+        texts.append(
+            f"each of {place.size} ranks saves and loads its own {own}; what one rank lacks or cannot load, all compute"
+        )
+    if not name or not texts:
+        return ()
+    origin = f"{loaded.origins[KEY].where}: {'; '.join(texts)}"
+    return (Setting(key=KEY, asked=name, resolved=name, origin=origin, explicit=True),)
+
+
+def part_of(place: Place, plan: Plan) -> str:
+    """Return what a rank has of each block, see `KVConnectorContext.part`.
+
+    Args:
+        plan: its own.
+    """
+    if place.size == 1:
+        return ""
+    texts = [
+        f"{dimension} {place.index(dimension)}/{getattr(place.layout, dimension)}"
+        for dimension in ("pipeline", "tensor")
+        if getattr(place.layout, dimension) > 1
+    ]
+    heads = {layer.num_kv_heads for group in plan.cache_groups for layer in group.layers}
+    return ", ".join((*texts, f"{'/'.join(map(str, sorted(heads)))} KV heads"))
 
 
 def _refusal(name: str, texts: list[str]) -> NegotiationError:

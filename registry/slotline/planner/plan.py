@@ -28,7 +28,7 @@ from slotline.planner.drafter import draft_layers
 from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
-from slotline.planner.kv_connector import choose_connector, refuse_connector
+from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import load_measurements
 from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
@@ -364,6 +364,7 @@ def _negotiated(
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),
+            *connector_setting(loaded, place),
         ),
     )
     request = evolve(request, facts={**request.facts, **source.facts})

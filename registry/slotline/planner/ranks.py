@@ -130,8 +130,6 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
-    if config.kv_connector.name:
-        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one rank's blocks")
     if load_format == "sharded" and (place.layout.tensor > 1 or place.layout.data > 1):
         texts.append(f"{facts.path} has weights that were saved after the passes of one rank")
     if facts.modalities and place.layout.pipeline > 1:

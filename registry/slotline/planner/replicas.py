@@ -53,8 +53,6 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
         texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers of one model")
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
-    if config.kv_connector.name:
-        texts.append(f"kv_connector.name = {config.kv_connector.name!r}: connectors see one replica's blocks")
     if texts:
         raise NegotiationError(
             f"{KEY} = {config.parallel.data} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",

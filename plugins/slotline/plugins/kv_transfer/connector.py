@@ -8,6 +8,8 @@ import torch
 
 from slotline.builder.cache_memory import bind_caches
 from slotline.builder.parts import CacheMemory, Parts
+from slotline.planner.kv_connector import part_of
+from slotline.plugins.kv_transfer.agreement import Agreement
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 from slotline.plugins.kv_transfer.transfers import Transfers
 from slotline.registry.contracts import ConnectorGroup, KVConnectorContext
@@ -23,7 +25,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         descriptor: of the connector.
         memory: of the caches.
     """
-    planned, plan = parts.planned, parts.planned.plan
+    planned, plan = parts.planned, parts.planned.own_plan
     copy = CacheBlockCopy(
         [
             [_blocks(memory.pages[layer.index], memory.num_blocks) for layer in group.layers]
@@ -43,6 +45,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         )
         for group, size in zip(plan.cache_groups, copy.block_bytes, strict=True)
     )
+    part = part_of(planned.place, plan)
     context = KVConnectorContext(
         contract=bind_contract(descriptor),
         groups=groups,
@@ -50,12 +53,19 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         num_blocks=memory.num_blocks,
         copy=copy,
         device=planned.stages.stages[0].device,
-        model=f"{planned.facts.path}:{plan.dtype}",
+        model=":".join(filter(None, (str(planned.facts.path), plan.dtype, part))),
         options=planned.options(descriptor),
+        part=part,
     )
     connector = parts.build(descriptor, context, "give it less memory in its table")
     saves_evicted = descriptor.capabilities.saves == "evicted"
-    return Transfers(connector, saves_evicted, planned.registry.full_name(descriptor))
+    return Transfers(
+        connector,
+        saves_evicted,
+        planned.registry.full_name(descriptor),
+        elsewhere=frozenset(number for number, group in enumerate(groups) if not group.layers),
+        agreement=Agreement(parts.gather, planned.place.size),
+    )
 
 
 def _blocks(pages: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from slotline.core.batch.request_table import NO_LIMIT
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.plugins.kv_transfer.connector import build_transfers
+from slotline.ranks.reports import BlockCounts
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
 
 
@@ -37,6 +38,11 @@ class KVTransfer:
         self._started: tuple[CacheBlock, ...] = ()  # loads of the step that is being prepared
         self._loads: deque[tuple[CacheBlock, ...]] = deque()  # of each launched step whose results are not used yet
         self._without: set[int] = set()  # rows of requests that load nothing any more
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Return the numbers of blocks so far."""
+        return self.transfers.agreement.counts
 
     def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
         """Return those of `hashes` whose block can be loaded for a request."""

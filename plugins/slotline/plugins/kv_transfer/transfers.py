@@ -2,6 +2,8 @@
 
 Any exception of the connector is logged and costs only cache hits: a block that it should have loaded counts as
 failed, and a block that it should have saved is not saved.
+
+All ranks call the methods alike, with the same blocks. Where they could differ they agree, outside of what is caught.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Collection, Sequence
 from attrs import define, field
 
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
+from slotline.plugins.kv_transfer.agreement import Agreement
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnector
 
 logger = logging.getLogger("slotline")
@@ -25,11 +28,15 @@ class Transfers:
         connector: the plan's connector.
         saves_evicted: save blocks when the pool evicts them, instead of when they are full.
         name: the plugin's name and package, for the log.
+        elsewhere: groups whose layers other ranks have. The connector does not see their blocks.
+        agreement: with the other ranks.
     """
 
     connector: KVConnector
     saves_evicted: bool
     name: str = "the KV connector"
+    elsewhere: frozenset[int] = frozenset()
+    agreement: Agreement = field(factory=Agreement)
     _saves: list[CacheBlock] = field(factory=list, init=False)
     _loads: list[CacheBlock] = field(factory=list, init=False)
     _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: requested, and not known to be loaded
@@ -39,12 +46,8 @@ class Transfers:
         """Return the hashes whose block could be loaded."""
         if not hashes:
             return ()
-        try:
-            found = self.connector.held(group, list(hashes))
-            return {one for one, here in zip(hashes, found, strict=True) if here}
-        except Exception:  # a plugin's code may raise anything
-            logger.exception("%s cannot say what it holds", self.name)
-            return ()
+        held = self.agreement.held(self._held(group, hashes))
+        return {one for one, here in zip(hashes, held, strict=True) if here}
 
     def want(self, block: CacheBlock) -> None:
         """Load a block before the next forward pass."""
@@ -68,10 +71,11 @@ class Transfers:
         loads, self._loads = [one for one in self._loads if self._unsure.get(one.block) is one], []
         if saves or loads:
             try:
-                self.connector.start(list(saves), list(loads))  # copies, since the connector may change its lists
+                self.connector.start(self._here(saves), self._here(loads))
             except Exception:  # a plugin's code may raise anything
                 logger.exception("%s cannot save %d blocks and load %d", self.name, len(saves), len(loads))
                 self._failed |= {one.block for one in loads}
+        self.agreement.count_loads(len(loads))
         return tuple(loads)
 
     def save_filled(self) -> None:
@@ -91,13 +95,8 @@ class Transfers:
         """Return the loads known to have failed, of `loads` and of later ones, after the step that read `loads`."""
         if not self._unsure:
             return []
-        try:
-            self._failed |= set(self.connector.failed())
-        except Exception:  # a plugin's code may raise anything
-            logger.exception("%s cannot say what has failed", self.name)
-            self._failed |= set(self._unsure)
-        lost = [one for block, one in self._unsure.items() if block in self._failed]
-        self._failed.clear()
+        failed = self.agreement.failed(self._failures())
+        lost = [one for one, bad in zip(self._unsure.values(), failed, strict=True) if bad]
         for one in (*loads, *lost):
             if self._unsure.get(one.block) is one:
                 del self._unsure[one.block]
@@ -117,3 +116,31 @@ class Transfers:
         self._loads.clear()
         self._unsure.clear()
         self.connector.reset()
+
+    def _held(self, group: int, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Return for each hash whether nothing is lacking here."""
+        if group in self.elsewhere:
+            return [True] * len(hashes)
+        try:
+            found = [bool(one) for one in self.connector.held(group, list(hashes))]
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot say what it holds", self.name)
+            return [False] * len(hashes)
+        if len(found) != len(hashes):
+            logger.error("%s says of %d blocks whether it holds them, of %d", self.name, len(found), len(hashes))
+            return [False] * len(hashes)
+        return found
+
+    def _failures(self) -> list[bool]:
+        """Return for each load that is not known to have succeeded whether it is known to have failed here."""
+        try:
+            self._failed |= set(self.connector.failed())
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot say what has failed", self.name)
+            self._failed |= set(self._unsure)
+        failed, self._failed = self._failed, set()
+        return [block in failed for block in self._unsure]
+
+    def _here(self, blocks: Sequence[CacheBlock]) -> list[CacheBlock]:
+        """Return a new list of the blocks that have a part here."""
+        return [one for one in blocks if one.group not in self.elsewhere]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.kv_connector import Pool
+from slotline.testing.environments.kv_connector import PARTS, Pool
 
 COUNT = 5
 
@@ -33,3 +33,18 @@ def held_each(run: Run) -> None:
     found = [pool.held(0, ["a", "b", "c"]), pool.held(1, ["a", "b", "c"])]
     if found[0][0] or found[0][2] or found[1][0] or found[1][1]:
         raise Failed(f"b was saved in group 0 and c in group 1; held says of a, b and c {found}")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.parts.apart", Level.NUMERICS, cost=0.02)
+def parts_apart(run: Run) -> None:
+    """Blocks that a rank saved are not held for another rank, which has other heads of them."""
+    first, second = (Pool(run, part) for part in PARTS)
+    saves = [first.block(group, f"apart.{group}", 5 + group) for group in (0, 1)]
+    first.step(saves, ())
+    if wrong := [group for group in (0, 1) if second.held(group, [f"apart.{group}"])[0]]:
+        raise Failed(f"blocks of groups {wrong} were saved as {PARTS[0]!r} and are held as {PARTS[1]!r}")
+    second.step([second.block(group, f"apart.{group}", 9 + group) for group in (0, 1)], ())
+    for number, pool in enumerate((first, second)):
+        there = [group for group in (0, 1) if pool.held(group, [f"apart.{group}"])[0]]
+        if failed := pool.step((), [pool.wanted(group, f"apart.{group}", 30 + group) for group in there]):
+            raise Failed(f"blocks {sorted(failed)} of {PARTS[number]!r} failed, and were held")

@@ -15,10 +15,16 @@ that copies whole blocks between them and host memory. From then on:
 An exception in a connector costs its hits, never a request. A block's hash covers its tokens, all tokens before them,
 the salt and the adapter, but not the model. A store that outlives an engine or serves several engines must separate
 models itself.
+
+Ranks of an engine have a connector each, for the blocks of their own heads and layers. All connectors are asked for the
+same blocks in the same order. A block counts as held if all of them hold their part, and as failed if one of them says
+that its part failed. A store that serves several ranks must separate their parts: `KVConnectorContext.identity` does.
+Replicas have the same identities, so that one finds what another has saved.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -111,8 +117,10 @@ class KVConnectorContext:
         num_blocks: number of blocks in the pool, the null block included.
         copy: copies blocks.
         device: torch device string, of the first pipeline stage if there are several.
-        model: identifies the model's keys and values among those of other models: its path and its dtype.
+        model: identifies the model's keys and values among those of other models: its path and its dtype, and the
+            `part` if there is one.
         options: the plugin's own table or None.
+        part: what this rank has of each block, such as ``tensor 0/2``. Empty for all of it.
     """
 
     contract: int
@@ -123,6 +131,21 @@ class KVConnectorContext:
     device: str
     model: str
     options: Any = None
+    part: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Return a name for the bytes of these blocks, [64] hexadecimal digits.
+
+        It is the same for engines whose blocks of equal hashes can take each other's place: those of the same model and
+        part whose caches have the same form.
+        """
+        facts: list[Any] = [self.model, self.part]
+        for group in self.groups:
+            layers = [(layer.index, layer.num_kv_heads, layer.head_size, layer.head_size_v) for layer in group.layers]
+            sizes = (group.block_size, group.kernel_block_size, group.block_bytes)
+            facts.append((group.name, group.kv_dtype, group.layout, sizes, layers))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 class KVConnector(Protocol):

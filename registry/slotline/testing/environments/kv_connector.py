@@ -24,6 +24,10 @@ LAYERS = ((0, 16), (0, 8), (1, 16))
 """Of each layer, its group and head size: two groups whose blocks have 768 and 512 bytes."""
 
 
+PARTS = ("tensor 0/2", "tensor 1/2")
+"""Of two ranks that share a model."""
+
+
 class Pool:
     """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopy`.
 
@@ -33,9 +37,12 @@ class Pool:
     Attributes:
         bytes: bytes of each group, [NUM_BLOCKS, block_bytes] uint8 on the device.
         known: expected content of a group's block with a hash.
+
+    Args:
+        part: what the pool's rank has of each block, empty for all of it.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, part: str = "") -> None:
         self.device = run.subject.device.type
         self.rng: Random = run.rng
         layers = [_layer(index, size) for index, (_, size) in enumerate(LAYERS)]
@@ -69,7 +76,8 @@ class Pool:
             num_blocks=NUM_BLOCKS,
             copy=self,
             device=self.device,
-            model="the suite",
+            model=f"the suite:{part}" if part else "the suite",
+            part=part,
         )
         self.connector: KVConnector = run.subject.build(self.context)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
 
-from slotline.registry.contracts import BlockHash, CacheBlock
+from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
@@ -148,6 +148,23 @@ class ForgetsWhenFull(FewBlocks):
         return super().make_room(wanted)
 
 
+class SharedByAllRanks(FewBlocks):
+    shared: ClassVar[dict[Key, torch.Tensor]] = {}
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        if not context.part.startswith("tensor 1/"):
+            self.shared.clear()
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        self.rows.update((key, row) for key, row in self.shared.items() if self.context.part)
+        return super().held(group, hashes)
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        super().save(saves, wanted)
+        self.shared.update(self.rows)
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     changed = attrs.evolve(
         reference.descriptor, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory
@@ -165,6 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("saves-later", "saves when the next step starts", Level.NUMERICS, SavesLater),
     _mutant("loads-later", "loads when the step is done", Level.NUMERICS, LoadsLater),
     _mutant("clears-saved", "clears what it saved", Level.NUMERICS, ClearsWhatItSaved),
+    _mutant("shared-by-ranks", "one rank's heads are found by another", Level.NUMERICS, SharedByAllRanks),
     _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
     _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
     _mutant("silent-failures", "does not say that a load failed", Level.HOSTILE, SilentFailures),

@@ -17,7 +17,9 @@ class HostMemoryOptions:
     memory: str = field(
         default="4GiB",
         validator=lambda _options, _field, value: size_in_bytes(value),
-        metadata={"doc": "host memory for blocks, such as '4GiB'; pinned where the device is a GPU"},
+        metadata={
+            "doc": "host memory for blocks, such as '4GiB', of each rank and replica; pinned where the device is a GPU"
+        },
     )
 
 
