@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import GREEDY, add, random_prompts, tokens_of
+from engine_driver import add, random_prompts, tokens_of
 from replica_threads import replicas_as_threads
 from repository import SUPPORT
+from sharing_threads import sharing_replicas
 from thread_ranks import ThreadRanks
 from tiny_engines import DEFAULTS, everything_returned
 
@@ -224,22 +226,28 @@ def engines_loaded(path: Path, settings: dict[str, Any]) -> list[tuple[int, int]
     return loaded(LLM(path, **settings), PROMPTS)
 
 
-def test_a_replica_finds_what_another_has_computed(tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
-    path = tiny("llama")
-    want = tokens_of(engines(path, **{**SMALL, "memory": "4MiB"}), PROMPTS)
-    shared = {**SMALL, **SHARED, "kv_connector.shared.folder": str(tmp_path), "parallel.data": 2}
-    with replicas_as_threads():
-        llm = LLM(path, **shared)
-        try:
-            assert "each of 2 replicas has its own" in llm.plan.explain()
-            front, found = llm.front, []
-            for number in range(2):
-                front.router.route = lambda *_, number=number: number
-                found.append(llm.generate(PROMPTS, GREEDY))
-            assert [[list(o.outputs[0].token_ids) for o in outputs] for outputs in found] == [want, want]
-            assert [sum(o.metrics.num_loaded_tokens for o in outputs) for outputs in found] == [0, 128]
-        finally:
-            llm.front.close()
+@pytest.mark.parametrize("experts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_replica_finds_what_another_has_computed(experts: int, tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
+    """So do replicas that share experts, and take decisions of their own."""
+    path = tiny("llama" if experts == 1 else "mixtral")
+    want = tokens_of(engines(path, **{**SMALL, "memory": "4MiB"}), PROMPTS, SHORT)
+    given = {**SMALL, **SHARED, "kv_connector.shared.folder": str(tmp_path), "parallel.data": 2}
+    with ExitStack() as stack:
+        if experts == 1:
+            stack.enter_context(replicas_as_threads())
+        else:
+            _, settings = stack.enter_context(sharing_replicas())
+            inline = (*given["plugins.inline"], *settings["plugins.inline"])
+            given |= {**settings, "parallel.expert": experts, "plugins.inline": inline}
+        llm = LLM(path, **given)
+        stack.callback(llm.close)
+        assert "each of 2 replicas has its own" in llm.plan.explain()
+        front, found = llm.front, []
+        for number in range(2):
+            front.router.route = lambda *_, number=number: number
+            found.append(llm.generate(PROMPTS, SHORT))
+        assert [[list(o.outputs[0].token_ids) for o in outputs] for outputs in found] == [want, want]
+        assert [sum(o.metrics.num_loaded_tokens for o in outputs) for outputs in found] == [0, 128]
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -67,11 +67,11 @@ def connector_setting(loaded: LoadedConfig, place: Place) -> tuple[Setting, ...]
     name, replicas, texts = loaded.config.kv_connector.name, loaded.config.parallel.data, list[str]()
     if replicas > 1:
         texts.append(f"each of {replicas} replicas has its own")
-    if place.size > 1:
+    if (size := place.layout.replica_size) > 1:
         what = {"tensor": "heads", "pipeline": "layers"}
         own = " and ".join(text for dimension, text in what.items() if getattr(place.layout, dimension) > 1)
         texts.append(
-            f"each of {place.size} ranks saves and loads its own {own}; what one rank lacks or cannot load, all compute"
+            f"each of {size} ranks saves and loads its own {own}; what one rank lacks or cannot load, all compute"
         )
     if not name or not texts:
         return ()
@@ -85,7 +85,7 @@ def part_of(place: Place, plan: Plan) -> str:
     Args:
         plan: its own.
     """
-    if place.size == 1:
+    if place.layout.replica_size == 1:
         return ""
     texts = [
         f"{dimension} {place.index(dimension)}/{getattr(place.layout, dimension)}"

@@ -15,8 +15,7 @@ KEY = "parallel.data"
 
 def ranks_of_replica(loaded: LoadedConfig) -> int:
     """Return the number of ranks of each replica."""
-    layout = layout_of(loaded)
-    return layout.size // layout.data
+    return layout_of(loaded).replica_size
 
 
 def refuse_few_devices(loaded: LoadedConfig, there: Devices) -> None:

@@ -29,6 +29,11 @@ class RankLayout:
         """Return the number of all ranks."""
         return self.data * self.pipeline * self.tensor
 
+    @property
+    def replica_size(self) -> int:
+        """Return the number of ranks that serve the same requests."""
+        return self.pipeline * self.tensor
+
     def group(self, dimension: str, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from a rank in one dimension only, in order."""
         inner = 1

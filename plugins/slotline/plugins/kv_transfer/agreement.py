@@ -22,7 +22,7 @@ class Agreement:
 
     Attributes:
         gather: gives the bytes of all ranks in order, as many of each.
-        size: number of ranks.
+        size: number of ranks that serve the same requests.
         counts: blocks so far.
     """
 

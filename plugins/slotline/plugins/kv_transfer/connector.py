@@ -64,7 +64,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         saves_evicted,
         planned.registry.full_name(descriptor),
         elsewhere=frozenset(number for number, group in enumerate(groups) if not group.layers),
-        agreement=Agreement(parts.gather, planned.place.size),
+        agreement=Agreement(parts.gather, planned.place.layout.replica_size),
     )
 
 
