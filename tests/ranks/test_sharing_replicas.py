@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import quantized_checkpoints as forms
 import tiny_models
 from engine_driver import GREEDY
 from sharing_threads import Replicas, sharing_replicas
@@ -195,3 +197,30 @@ def test_experts_with_copies_move_between_forward_passes(tmp_path: Path) -> None
     reports = [engine.balance.last for engine in replicas.engines.values()]  # type: ignore[union-attr]
     assert all(report is not None and report.tokens == reports[0].tokens for report in reports)
     assert first == second
+
+
+@pytest.mark.exhaustive
+def test_quantized_experts_and_drafts(tmp_path: Path) -> None:
+    plain = forms.two_layers(tmp_path / "plain", "mixtral")
+    form = forms.Form(
+        config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4], "activation_scheme": "dynamic"},
+        write=forms.fp8((4, 4), "weight_scale_inv"),
+    )
+    forms.write(form, plain, tmp_path / "quantized", tmp_path / "meant")
+    with sharing_replicas() as (_, settings):
+        more = {"weights.activation": "none", "optimize": True, "drafter.name": "ngram", "drafter.tokens": 3}
+        llm = LLM(tmp_path / "quantized", data=2, expert=2, **{**DEFAULTS, **settings, **more})
+        prompts = [{"prompt_token_ids": [5, 6, 7, 8, 9, 5, 6, 7, number]} for number in range(6)]
+        found = tokens(llm, prompts)
+        llm.close()
+    assert found == tokens(LLM(tmp_path / "meant", **DEFAULTS), prompts)
+
+
+@pytest.mark.exhaustive
+def test_embeddings_are_those_of_one_engine(mixtral: Path) -> None:
+    with sharing_replicas() as (_, settings):
+        llm = LLM(mixtral, data=2, expert=2, task="embed", **{**DEFAULTS, **settings})
+        found = [each.outputs.embedding for each in llm.embed(PROMPTS)]
+        llm.close()
+    expected = [each.outputs.embedding for each in LLM(mixtral, task="embed", **DEFAULTS).embed(PROMPTS)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
