@@ -45,6 +45,7 @@ class SharingEngine(Engine):
     meetings: Meetings | None = field(default=None, init=False)
     balance: ExpertBalance | None = field(default=None, init=False)
     is_within: bool = field(default=False, init=False)
+    _pieces: int = field(default=1, init=False)
     _shapes: AgreedShapes = field(factory=lambda: AgreedShapes(()), init=False)
 
     def connect(self, group: RankGroup, meetings: Meetings) -> None:
@@ -90,7 +91,7 @@ class SharingEngine(Engine):
         with self._in_step():
             shape = self._meet(0, None)
             if shape is None or self.graphs is None:
-                self.runner.model.idle_experts()  # type: ignore[attr-defined]
+                self.runner.model.idle_experts(self._pieces)  # type: ignore[attr-defined]
             else:
                 inputs = self._made_up(shape)
                 self.runner.plan(inputs)
@@ -117,7 +118,10 @@ class SharingEngine(Engine):
         if self.meetings is None:
             return own
         self.is_within = True
-        return self._shapes.agreed(self.meetings.meet(tokens, self._shapes.number_of(own)))
+        found = self.meetings.meet(tokens, self._shapes.number_of(own))
+        shape, cuts = self._shapes.agreed(found), self.extension("microbatches")
+        self._pieces = 1 if shape is not None or cuts is None else cuts.agree([one.tokens for one in found])
+        return shape
 
     def _made_up(self, shape: GraphShape) -> ModelInputs:
         """Make up a step of a captured shape, whose tokens are drawn so that they go to all experts."""

@@ -110,8 +110,6 @@ def _against_replicas(loaded: LoadedConfig, whole: ModelFacts, family: Descripto
         yield "parallel.expert_loads = true: replicas place experts anew by parallel.rebalance_steps alone"
     if loaded.config.batch_invariant:
         yield "batch_invariant = true: the sums of a token's experts hang on the tokens of other replicas"
-    if loaded.config.scheduler.microbatches > 1:
-        yield f"scheduler.microbatches = {loaded.config.scheduler.microbatches}: replicas do not cut steps alike"
 
 
 @frozen(kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from attrs import evolve
 
+from slotline.planner.experts import replicas_share_experts
 from slotline.planner.offers import Offers
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
@@ -24,6 +26,7 @@ def choose_microbatches(
     drafter: Descriptor[Any] | None,
     lora: Descriptor[Any] | None,
     stages: int,
+    family: Descriptor[Any],
 ) -> tuple[Setting, ...]:
     """Return the setting that records the request for microbatches. Empty if steps stay whole.
 
@@ -46,9 +49,18 @@ def choose_microbatches(
         texts.append(f"drafter {drafter.name!r} reads hidden states of whole steps")
     if drafter is not None and drafter.capabilities.tree.support:
         texts.append(f"drafter {drafter.name!r} proposes trees, and their masks are of whole steps")
+    overlaps = replicas_share_experts(loaded)
+    if overlaps and (refusal := family.capabilities.overlap.refusal(True)):
+        texts.append(f"model family {family.name!r}: overlap {refusal}")
+    if overlaps and loaded.config.cache.calculate_kv_scales:
+        texts.append("cache.calculate_kv_scales = true: the step that gives scales is whole on one replica alone")
+    if overlaps and find_spec("greenlet") is None:
+        texts.append("replicas that share experts, without the package greenlet (pip install 'slotline[overlap]')")
     if texts:
         raise _refused(loaded, texts)
     use = "" if stages > 1 else "; without pipeline stages nothing overlaps"
+    if overlaps:
+        use = "; while tokens of one are on their way to experts, another one computes"
     return (
         Setting(
             key=KEY,

@@ -334,7 +334,9 @@ def _negotiated(
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=num_stages, ranks=place.layout.tensor)
     connector = choose_connector(loaded, registry, info)
     extensions = choose_extensions(loaded, registry, info)
-    microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=num_stages)
+    microbatches = choose_microbatches(
+        loaded, facts, task=task, drafter=drafter, lora=lora, stages=num_stages, family=family_descriptor
+    )
     parts = (
         family_descriptor,
         *processors,

@@ -34,11 +34,18 @@ class Microbatches:
 
         The last slice is extended to the padded total.
         """
-        count = min(self.most, num_tokens // self.min_tokens)
-        if count < 2:
-            return ()
-        ends = [num_tokens * number // count for number in range(1, count)]
-        return tuple(slice(*pair) for pair in zip((0, *ends), (*ends, num_padded_tokens), strict=True))
+        count = self.count(num_tokens)
+        return () if count < 2 else even_pieces(count, num_tokens, num_padded_tokens)
+
+    def count(self, num_tokens: int) -> int:
+        """Return the number of pieces of a step, 1 for an uncut one."""
+        return max(1, min(self.most, num_tokens // self.min_tokens))
+
+
+def even_pieces(count: int, num_tokens: int, num_padded_tokens: int) -> tuple[slice, ...]:
+    """Return so many token slices of a step, as even as possible. The last is extended to the padded total."""
+    ends = [num_tokens * number // count for number in range(1, count)]
+    return tuple(slice(*pair) for pair in zip((0, *ends), (*ends, num_padded_tokens), strict=True))
 
 
 def cut(batch: AttentionBatch, piece: slice) -> AttentionBatch:

@@ -60,6 +60,16 @@ class AttendHolder:
         self.advance: Advance = no_attend
         self.shared: list[SharedSlot] = []
 
+    def state(self) -> tuple[Any, ...]:
+        """Return what `restore` takes, to leave a forward pass and go on with it later."""
+        return self.attend, self.advance, self.kept, [slot.num_calls for slot in self.shared]
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Go on with the forward pass of a `state`."""
+        self.attend, self.advance, self.kept, calls = state
+        for slot, number in zip(self.shared, calls, strict=True):
+            slot.num_calls = number
+
     @contextmanager
     def serving(
         self, attend: Attend, advance: Advance | None = None, kept: torch.Tensor | None = None

@@ -135,6 +135,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         tensor=Max(),
         experts=Flag(True),
         expert_replicas=Flag(True),
+        overlap=Flag(True),
         pipeline_ranks=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,8 +236,21 @@ class DecoderModel:
         """See `slotline.registry.contracts.model_family.MixtureModel.place_experts`."""
         return self._mixtures.place(placements)
 
-    def idle_experts(self) -> None:
+    def idle_experts(self, pieces: int = 1) -> None:
         """See `slotline.registry.contracts.model_family.MixtureModel.idle_experts`."""
+        if pieces > 1:
+            self.forward_pieces([None] * pieces)
+        else:
+            self._idle_pass()
+
+    def forward_pieces(self, pieces: Sequence[tuple[Any, ...] | None]) -> list[torch.Tensor | None]:
+        """See `slotline.registry.contracts.model_family.MixtureModel.forward_pieces`."""
+        from slotline.plugins.model_families.tensor_parallel.turns import in_turns
+
+        calls = [self._idle_pass if piece is None else partial(self.forward, *piece) for piece in pieces]
+        return in_turns(calls, own_tokens(self.hf_model), self._holder)
+
+    def _idle_pass(self) -> None:
         if self._idle is None:
             self._idle = idle_pass(self.hf_model)
         self._idle()

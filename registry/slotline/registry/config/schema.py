@@ -160,7 +160,10 @@ class SchedulerConfig:
     microbatches: int = field(
         default=1,
         validator=positive,
-        metadata=_doc("pieces that a step's forward pass is cut into, so that pipeline stages work at the same time"),
+        metadata=_doc(
+            "pieces that a step's forward pass is cut into, so that pipeline stages work at the same time, or replicas "
+            "that share experts compute while tokens are on their way"
+        ),
     )
     microbatch_tokens: int = field(
         default=512, validator=positive, metadata=_doc("fewest tokens of a piece; steps with fewer stay whole")

@@ -107,6 +107,7 @@ class ModelFamilyCapabilities:
             facts of a rank's part.
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
         expert_replicas: so can replicas with tokens of their own, as `Shard.own_tokens` says.
+        overlap: its models have `MixtureModel.forward_pieces`.
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
         token_types: models of checkpoints with several `ModelFacts.token_types` are `TypedModel`s.
     """
@@ -127,6 +128,7 @@ class ModelFamilyCapabilities:
     tensor: Max = Max(1)
     experts: Flag = Flag(False)
     expert_replicas: Flag = Flag(False)
+    overlap: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
     token_types: Flag = Flag(False)
 
@@ -490,10 +492,27 @@ class MixtureModel(Model, Protocol):
         """
         ...
 
-    def idle_experts(self) -> None:
+    def idle_experts(self, pieces: int = 1) -> None:
         """Run the mixtures of a forward pass without tokens, while the other ranks run theirs with tokens.
 
         Called only with `Shard.own_tokens`, after the first forward pass.
+
+        Args:
+            pieces: of the forward pass, as the other ranks run it by `forward_pieces`.
+        """
+        ...
+
+    def forward_pieces(self, pieces: Sequence[tuple[Any, ...] | None]) -> Sequence[torch.Tensor | None]:
+        """Run a forward pass in pieces. While the tokens of one travel among the ranks, another one computes.
+
+        Called only with the capability `overlap`, by all ranks with as many pieces.
+
+        Args:
+            pieces: arguments of `forward` for each piece, in the order of its tokens. None for a piece without tokens.
+                The keys of a piece are in the cache before a later one attends in the same layer.
+
+        Returns:
+            What `forward` returns for each piece.
         """
         ...
 

@@ -97,9 +97,11 @@ class ExchangedTokens(SameTokens):
     Attributes:
         calls: how often it was called.
         first: number of its first call among the first calls of all mixtures, in order.
+        pause: is called while tokens travel. None to wait for them at once.
     """
 
     same_tokens = False
+    pause: Callable[[], None] | None = None
 
     def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
         super().__init__(module, communicator, fused=fused)
@@ -123,11 +125,16 @@ class ExchangedTokens(SameTokens):
         sent, received = self._numbers(goes)
         parts = (hidden_states, places, top_k_weights)
         started = [self._communicator.all_to_all(part[token], sent, received) for part in parts]
+        if self.pause is not None:
+            self.pause()
         given, there, weights = (one.finish() for one in started)
         own = there - self._communicator.rank * slots
         own = own.masked_fill_((own < 0) | (own >= slots), slots)
         sums = self._sums(given, own, weights) if len(given) else given
-        back = self._communicator.all_to_all(sums.contiguous(), received, sent).finish()
+        returned = self._communicator.all_to_all(sums.contiguous(), received, sent)
+        if self.pause is not None:
+            self.pause()
+        back = returned.finish()
         joined = back.new_zeros(ranks, *hidden_states.shape)  # added in order of the ranks
         joined[to, token] = back
         return joined.sum(0)
