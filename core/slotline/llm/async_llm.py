@@ -25,6 +25,8 @@ from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.deliveries import Deliveries
 from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
+from slotline.llm.pooled_texts import with_prompt
+from slotline.llm.scoring import Scoring, scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.ranks.front import Front, engine_of, failure_of, scale_front, start_front
@@ -222,18 +224,19 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         *,
         pooling_task: str | None = None,
+        prompt_name: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
         """Pool the hidden states of one prompt and yield its one output.
 
         Args:
-            prompt, pooling_params, pooling_task, lora_request: as for `LLM.encode`.
+            prompt, pooling_params, pooling_task, prompt_name, lora_request: as for `LLM.encode`.
 
         Raises:
             RequestError: if the prompt or its parameters are wrong, or the engine runs another task.
         """
         params = of_task(pooling_params or PoolingParams(), pooling_task)
-        fields = await self._fields(prompt)
+        fields = await self._fields(with_prompt(self.submitter, prompt, params.task, prompt_name))
         async with aclosing(self._streamed(fields, params, lora_request, "final_only")) as streams:
             async for stream in streams:
                 yield self.front.extension("pooling").output(stream.parts[0].request)
@@ -251,6 +254,17 @@ class AsyncLLM:
         """Yield the class scores of one prompt, see `encode`. Needs an engine whose task is ``classify``."""
         async for output in self.encode(prompt, pooling_params, pooling_task="classify", lora_request=lora_request):
             yield cast(ClassificationRequestOutput, output)
+
+    async def scoring(self, first: str | list[str], second: str | list[str], **options: Any) -> Scoring:
+        """Return the prompts that score pairs of texts, for `encode`, and what makes scores of their outputs.
+
+        Args:
+            first, second, options: as for `LLM.score`.
+
+        Raises:
+            RequestError: if a text is wrong, or the model scores no pairs.
+        """
+        return await self._on_text_thread(lambda: scoring(self.submitter, first, second, **options))
 
     async def abort(self, request_id: str) -> bool:
         """End a request now, by its id. Its stream ends with what it has. Return False if none has this id."""

@@ -21,6 +21,7 @@ from slotline.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPar
 from slotline.llm.best_of import best_of, check_best_of
 from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.options import known_options
+from slotline.llm.pooled_texts import with_prompt
 from slotline.llm.progress import Progress, as_progress, progress_bar
 from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
@@ -316,6 +317,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: str | None = None,
+        prompt_name: str | None = None,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
         use_tqdm: Progress = None,
@@ -326,6 +328,8 @@ class LLM:
             prompts: as for `generate`.
             pooling_params: one for all prompts, or one for each.
             pooling_task: the task of parameters that name none. One of the two must name it.
+            prompt_name: a prompt of the checkpoint to put before each text, for ``embed`` and ``token_embed``. None for
+                the checkpoint's default, if it has one.
             lora_request, progress, use_tqdm: as for `generate`.
 
         Raises:
@@ -336,7 +340,9 @@ class LLM:
         given = as_prompts(prompts)
         params = as_params(pooling_params, len(given), PoolingParams())
         tasked = [of_task(one, pooling_task) for one in params]
+        tasks = [one.task for one in tasked]
         shown = as_progress(progress, use_tqdm)
+        given = [with_prompt(self.submitter, *pair, prompt_name) for pair in zip(given, tasks, strict=True)]
         groups = self.submitter.submit_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, shown)
         return [self.front.extension("pooling").output(request) for (request,) in groups]
@@ -347,6 +353,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        prompt_name: str | None = None,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
         use_tqdm: Progress = None,
@@ -356,6 +363,7 @@ class LLM:
             prompts,
             pooling_params,
             pooling_task="embed",
+            prompt_name=prompt_name,
             lora_request=lora_request,
             progress=progress,
             use_tqdm=use_tqdm,
@@ -391,6 +399,8 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         *,
         score_type: str | None = None,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
         lora_request: AdapterChoice = None,
         progress: bool | None = None,
         use_tqdm: Progress = None,
@@ -405,12 +415,21 @@ class LLM:
             second: a text, or several.
             pooling_params: for all prompts.
             score_type: ``cross-encoder``, ``bi-encoder`` or ``late-interaction``. None for the model's own.
+            prompt_name: the prompt of the checkpoint before each first text, in place of the one for queries.
+            instruction: its text, for a model that reads both texts.
             lora_request, progress, use_tqdm: as for `generate`.
 
         Raises:
             RequestError: if a text is wrong, or the model scores no pairs. No request of the call runs then.
         """
-        asked = scoring(self.submitter, self.submitter.pooling_form, first, second, score_type)
+        asked = scoring(
+            self.submitter,
+            first,
+            second,
+            score_type=score_type,
+            prompt_name=prompt_name,
+            instruction=instruction,
+        )
         params = asked.params(pooling_params)
         found = self.encode(asked.prompts, params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
         return asked.outputs(found)

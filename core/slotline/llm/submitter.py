@@ -105,6 +105,15 @@ class Submitter:
         with self.front.plugins.naming():
             return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text.
+
+        Raises:
+            RequestError: if it is empty, or cannot be read.
+        """
+        token_ids: list[int] = self.fields(text)["prompt_token_ids"]
+        return token_ids
+
     def chat_prompt(self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> dict[str, Any]:
         """Return the prompt of a conversation, with its items besides text.
 

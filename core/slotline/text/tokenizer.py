@@ -130,6 +130,11 @@ class Tokenizer:
         """Return True if the chat template reads a variable of this name. False if there is no template."""
         return bool(self._hf.chat_template) and name in chat_template(self._template_source(ChatOptions())).names
 
+    def template_has_roles(self, *roles: str) -> bool:
+        """Return True if the chat template names all of the `roles`. False if there is no template."""
+        source = str(self._hf.chat_template or "")
+        return all(f'"{role}"' in source or f"'{role}'" in source for role in roles)
+
     def _template_source(self, options: ChatOptions) -> str:
         if not self._hf.chat_template and options.chat_template is None:
             raise RequestError(

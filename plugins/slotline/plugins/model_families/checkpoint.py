@@ -121,7 +121,11 @@ class Checkpoint:
             return ("embed",)
         if self.architecture not in GENERATING:
             return ("generate",)
-        return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
+        if not sentence_transformers.present(self.path):
+            return ("generate", "embed")
+        if sentence_transformers.scores_tokens(self.path):
+            return ("classify", "generate")
+        return ("embed", "generate")
 
 
 def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False) -> Checkpoint:

@@ -15,7 +15,7 @@ from slotline.plugins.model_families import binding, checkpoint, inspection, loa
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS
 from slotline.plugins.model_families.logits import NoHead
-from slotline.plugins.model_families.pooling import make_encoder_pooler
+from slotline.plugins.model_families.pooling import make_encoder_pooler, reload_pooler
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.registry.contracts.attention import AttentionLayer
@@ -128,6 +128,7 @@ class EncoderModel:
         facts = self.facts if path is None else evolve(self.facts, path=path)
         new = self._read(evolve(self._context, facts=facts))[0].state_dict()
         loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
+        reload_pooler(self.pooler, facts.path)
         self.facts = facts
 
     @staticmethod

@@ -17,6 +17,7 @@ from slotline.plugins.model_families import (
     checkpoint,
     composite,
     inspection,
+    logit_score,
     structure,
     unused_weights,
     weight_files,
@@ -89,8 +90,9 @@ def load_transformers_model(
             "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)
         )
     if context.task != "generate" and hasattr(model, "lm_head"):
-        del model.lm_head  # logits are not read, and the weight may be large
-        report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
+        logit_score.replace_head(model, context)
+        if not hasattr(model, "score"):
+            report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
     if found.whole is not None:
         model = composite.text_part(model, found, binding.ATTENTION_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ import torch
 from attrs import evolve, field, frozen
 
 from slotline.kernels.async_copy import to_device
-from slotline.plugins.model_families import sentence_transformers
+from slotline.plugins.model_families import logit_score, sentence_transformers
 from slotline.plugins.model_families.decoder import DecoderOptions
+from slotline.plugins.model_families.dense_layers import DenseLayers
 from slotline.plugins.model_families.sentence_transformers import Recipe
-from slotline.registry.contracts import ModelContext, Pooler, PoolingMethod, PoolingParams
+from slotline.registry.contracts import ModelContext, PooledTexts, Pooler, PoolingMethod, PoolingParams
 from slotline.registry.errors import ModelError, RequestError
 
 
@@ -25,24 +27,50 @@ class EmbeddingPooler:
 
     Attributes:
         recipe: the checkpoint's recipe, or the default.
-        hidden_size: numbers in a whole embedding.
+        hidden_size: numbers in a whole embedding, after the linear layers.
         dimensions: lengths that the model was trained for, None if it was trained for one length.
-        tasks: tasks of requests.
+        dense: linear layers over the pooled states.
     """
 
     recipe: Recipe
     hidden_size: int
     dimensions: Sequence[int] | None = None
-    tasks: tuple[str, ...] = ("embed", "token_embed")
+    dense: DenseLayers | None = None
 
     @property
     def method(self) -> PoolingMethod:
         """Hidden states to use."""
         return self.recipe.method
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Tasks of requests."""
+        return ("token_embed",) if self.recipe.each_token else ("embed", "token_embed")
+
+    @property
+    def texts(self) -> PooledTexts:
+        """Prompts and similarity."""
+        return self.recipe.texts
+
+    @property
+    def refusals(self) -> Mapping[str, str]:
+        """Reasons for tasks that it does not serve."""
+        return (
+            {"embed": "the model has a vector for each token, and none for the text"} if self.recipe.each_token else {}
+        )
+
+    def reload(self, path: Path) -> None:
+        """Read the linear layers again, from the same places in a folder.
+
+        Raises:
+            ModelError: if they cannot be read.
+        """
+        if self.dense is not None:
+            self.dense.load([path / folder.name for folder in self.recipe.dense])
+
     def adjust(self, params: PoolingParams) -> PoolingParams:
         """See `slotline.registry.contracts.pooling.Pooler.adjust`."""
-        wanted = params.dimensions
+        wanted = self.recipe.dimensions if params.dimensions is None else params.dimensions
         if wanted not in (None, self.hidden_size) and (self.dimensions is None or wanted not in self.dimensions):
             raise RequestError(f"dimensions={wanted} is not served by this model", fix=self._allowed())
         normalize = self.recipe.normalize if params.normalize is None else params.normalize
@@ -50,6 +78,8 @@ class EmbeddingPooler:
 
     def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
         """Return embeddings [n, hidden_size] float32. Numbers past a request's dimensions are 0."""
+        if self.dense is not None:
+            states = self.dense(states)
         sizes = [one.dimensions or self.hidden_size for one in params]
         if min(sizes, default=self.hidden_size) < self.hidden_size:
             ends = to_device(np.array(sizes), states.device)  # [n] int64
@@ -84,11 +114,13 @@ class ClassPooler:
         hf_model: the model with the head, which is looked up in each call, since weights may be reloaded and modules
             replaced.
         activation: from logits [n, num_labels] to scores.
+        texts: prompts before the first text of a pair.
         method: last.
     """
 
     hf_model: Any
     activation: Callable[[torch.Tensor], torch.Tensor]
+    texts: PooledTexts
     method: PoolingMethod = "last"
 
     @property
@@ -128,6 +160,18 @@ class ClassPooler:
 
 
 @frozen(eq=False)
+class LogitPooler(ClassPooler):
+    """Score of a pair: the logit of a token at the prompt's end, or its difference from another token's."""
+
+    @property
+    def _num_labels(self) -> int:
+        return 1
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        return logit_score.difference(self.hf_model.score(states).float())
+
+
+@frozen(eq=False)
 class HeadPooler(ClassPooler):
     """Class scores of an encoder: its own head over the first token's state, as transformers does.
 
@@ -157,9 +201,15 @@ def make_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler | None, tu
     if context.task == "embed":
         return _embedding_pooler(context, hf_model.config, options)
     if context.task == "classify":
-        name, activation = _activation(hf_model.config)
+        path = context.facts.path
+        scored = sentence_transformers.scores_tokens(path)
+        name, activation = _activation(path, hf_model.config, 1 if scored else hf_model.config.num_labels)
+        texts = sentence_transformers.texts_of(path)
+        if scored:
+            note = f"classify: the score of the last token's logits, {name}"
+            return LogitPooler(hf_model, activation, texts), (note,)
         note = f"classify: {hf_model.config.num_labels} classes from the last token, {name}"
-        return ClassPooler(hf_model, activation), (note,)
+        return ClassPooler(hf_model, activation, texts), (note,)
     return None, ()
 
 
@@ -179,9 +229,16 @@ def make_encoder_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler, t
             f"pooling = {options.pooling!r}: the head of {context.facts.architecture} reads the first token",
             fix="remove pooling from [model_family.transformers_encoder]",
         )
-    name, activation = _activation(hf_model.config)
+    name, activation = _activation(context.facts.path, hf_model.config, hf_model.config.num_labels)
     note = f"classify: {hf_model.config.num_labels} classes from the first token, {name}"
-    return HeadPooler(hf_model, activation, head=_encoder_head(hf_model)), (note,)
+    texts = sentence_transformers.texts_of(context.facts.path)
+    return HeadPooler(hf_model, activation, texts, head=_encoder_head(hf_model)), (note,)
+
+
+def reload_pooler(pooler: Pooler | None, path: Path) -> None:
+    """Read the weights again that a pooler has beside the model."""
+    if isinstance(pooler, EmbeddingPooler):
+        pooler.reload(path)
 
 
 def _encoder_head(hf_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -200,11 +257,18 @@ def _embedding_pooler(
     context: ModelContext, config: Any, options: DecoderOptions, default: PoolingMethod = "last"
 ) -> tuple[EmbeddingPooler, tuple[str, ...]]:
     recipe = _recipe(context, options, default)
-    note = f"embed: {recipe.method} pooling{', normalized' if recipe.normalize else ''}, from {recipe.origin}"
+    pooled = "a vector for each token" if recipe.each_token else f"{recipe.method} pooling"
+    note = f"embed: {pooled}{', normalized' if recipe.normalize else ''}, from {recipe.origin}"
     if recipe.method != "last":
         note += "; every prompt is computed as a whole, so no cached prefix is reused"
-    hidden_size = context.facts.hidden_size
-    return EmbeddingPooler(recipe, hidden_size, _dimensions(config, hidden_size)), (note,)
+    size, dense = context.facts.hidden_size, None
+    if recipe.dense:
+        dense = DenseLayers(recipe.dense, torch.device(context.device), size)
+        size = dense.size
+        note += f", {len(recipe.dense)} linear layers"
+    if recipe.texts.prompts:
+        note += f"; prompts {', '.join(recipe.texts.prompts)}, by default {recipe.texts.default_prompt or 'none'}"
+    return EmbeddingPooler(recipe, size, _dimensions(config, size, recipe), dense), (note,)
 
 
 def _recipe(context: ModelContext, options: DecoderOptions, default: PoolingMethod) -> Recipe:
@@ -219,18 +283,40 @@ def _recipe(context: ModelContext, options: DecoderOptions, default: PoolingMeth
     return Recipe(method=named or default, normalize=True, origin=origin)
 
 
-def _dimensions(config: Any, hidden_size: int) -> Sequence[int] | None:
-    """Return the lengths that a Matryoshka model lists in config.json."""
+def _dimensions(config: Any, hidden_size: int, recipe: Recipe) -> Sequence[int] | None:
+    """Return the lengths that a Matryoshka model lists in config.json, or the folder's default."""
     listed = getattr(config, "matryoshka_dimensions", None)
     if listed:
         return tuple(listed)
+    if recipe.dimensions is not None:
+        return (recipe.dimensions,)
     return range(1, hidden_size + 1) if getattr(config, "is_matryoshka", False) else None
 
 
-def _activation(config: Any) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the activation of transformers' text classification pipeline."""
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Identity": lambda logits: logits,
+    "Sigmoid": torch.sigmoid,
+    "Softmax": lambda logits: logits.softmax(dim=-1),
+    "Tanh": torch.tanh,
+}
+"""Activations by the name of torch's class, as a cross-encoder's folder gives them."""
+
+
+def _activation(path: Path, config: Any, num_labels: int) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the activation that the folder names, else that of transformers' text classification pipeline.
+
+    Raises:
+        ModelError: if the named one is not served.
+    """
+    named = sentence_transformers.activation_of(path, config)
+    if named is not None:
+        activation = _ACTIVATIONS.get(named.rpartition(".")[2]) if named.startswith("torch.nn.") else None
+        if activation is None:
+            served = ", ".join(f"torch.nn.{name}" for name in _ACTIVATIONS)
+            raise ModelError(f"{path} names the activation {named!r}", fix=f"use one of {served}")
+        return named.rpartition(".")[2].lower(), activation
     if config.problem_type == "regression":
         return "no activation", lambda logits: logits
-    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+    if config.problem_type == "multi_label_classification" or num_labels == 1:
         return "sigmoid", torch.sigmoid
     return "softmax", lambda logits: logits.softmax(dim=-1)

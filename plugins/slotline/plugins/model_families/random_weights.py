@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import initialization
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading, structure
+from slotline.plugins.model_families import binding, checkpoint, inspection, loading, logit_score, structure
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.quantized import load as quantized
 from slotline.registry.contracts.model_family import ModelContext
@@ -27,7 +27,7 @@ def random_model(context: ModelContext) -> Any:
     divided = bool(context.stages or context.offload_bytes)
     model = unfilled(found, context.dtype, "cpu" if divided else context.device)
     if context.task != "generate" and hasattr(model, "lm_head"):
-        del model.lm_head
+        logit_score.replace_head(model, context)
     fill(model, float(getattr(found.config.get_text_config(), "initializer_range", None) or 0.02))
     if (weights := context.weights) is not None:
         quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)

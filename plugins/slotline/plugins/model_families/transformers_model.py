@@ -26,7 +26,7 @@ from slotline.plugins.model_families.decoder import SERVED, DecoderOptions
 from slotline.plugins.model_families.fast_prefill import keep_wanted
 from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
-from slotline.plugins.model_families.pooling import make_pooler
+from slotline.plugins.model_families.pooling import make_pooler, reload_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
 from slotline.plugins.model_families.tensor_parallel.expert_moves import SharedMixtures
 from slotline.plugins.model_families.tensor_parallel.expert_routing import idle_pass, own_tokens
@@ -213,6 +213,7 @@ class DecoderModel:
         passed = context.optimize or form == "sharded"
         new = building.build(context, self._load).hf_model if passed else building.read_plain(context, self._load)
         loading.copy_weights(self._tensors, _tensors(new), facts.path)
+        reload_pooler(self.pooler, facts.path)
         self.facts, self._context = facts, context
 
     def save_weights(self, folder: Path) -> None:

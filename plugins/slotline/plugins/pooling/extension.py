@@ -25,7 +25,15 @@ from slotline.plugins.pooling.gatherers import GATHERERS
 from slotline.plugins.pooling.head import PoolingHead
 from slotline.plugins.pooling.token_answers import asks_for_tokens
 from slotline.plugins.pooling.token_types import TokenTypes
-from slotline.registry.contracts import TOKEN_TASKS, ExtensionContext, Pooler, PoolingForm, PoolingParams, ScoreType
+from slotline.registry.contracts import (
+    TOKEN_TASKS,
+    ExtensionContext,
+    PooledTexts,
+    Pooler,
+    PoolingForm,
+    PoolingParams,
+    ScoreType,
+)
 from slotline.registry.errors import ContractError, RequestError
 
 _OUTPUTS: Mapping[str | None, type[PoolingOutput]] = {
@@ -144,7 +152,8 @@ def form_of(pooler: Pooler, task: str, *, token_types: bool) -> PoolingForm:
     elif "token_embed" in tasks:
         score_type = "late-interaction"
     refusals = dict(getattr(pooler, "refusals", {}))
-    return PoolingForm(tasks=tasks, score_type=score_type, refusals=refusals, token_types=token_types)
+    texts = getattr(pooler, "texts", PooledTexts())
+    return PoolingForm(tasks=tasks, score_type=score_type, refusals=refusals, token_types=token_types, texts=texts)
 
 
 def _pooler_of(parts: Parts) -> Pooler:

@@ -109,11 +109,13 @@ from slotline.registry.contracts.model_family import (
 from slotline.registry.contracts.pooling import (
     POOLING_TASKS,
     TOKEN_TASKS,
+    PooledTexts,
     Pooler,
     PoolingForm,
     PoolingMethod,
     PoolingParams,
     ScoreType,
+    Similarity,
 )
 from slotline.registry.contracts.response_parser import (
     TOOL_CHOICES,
@@ -259,6 +261,7 @@ __all__ = [
     "OnlineFormat",
     "PeakMemory",
     "PlannedModule",
+    "PooledTexts",
     "Pooler",
     "PoolingForm",
     "PoolingMethod",
@@ -275,6 +278,7 @@ __all__ = [
     "SampledRows",
     "SavingModel",
     "ScoreType",
+    "Similarity",
     "Stage",
     "StateBackend",
     "StateBatch",

@@ -30,6 +30,9 @@ text's tokens of the best product with a token of the second one (MaxSim)."""
 PoolingMethod = Literal["last", "cls", "mean"]
 """Which hidden states of a prompt count: its last token's, its first token's, or the mean over all its tokens."""
 
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+"""How two embeddings are compared: the latter two by the negative distance."""
+
 _ONLY_FOR = {
     "dimensions": ("embed", "token_embed"),
     "normalize": ("embed", "token_embed"),
@@ -99,12 +102,31 @@ class PoolingForm:
         score_type: how it scores two texts. None if it cannot.
         refusals: by task that it does not serve, the reason.
         token_types: whether prompts may have `token_type_ids`.
+        texts: how texts are prepared and compared.
     """
 
     tasks: tuple[str, ...]
     score_type: ScoreType | None = None
     refusals: Mapping[str, str] = field(factory=dict)
     token_types: bool = False
+    texts: PooledTexts = field(factory=lambda: PooledTexts())
+
+
+@frozen(kw_only=True)
+class PooledTexts:
+    """How texts are prepared for a model of embeddings, and how their embeddings are compared.
+
+    Attributes:
+        prompts: texts to put before another one, by name.
+        default_prompt: name of the one to use if none is asked for. None for none.
+        similarity: of two embeddings.
+        skipped_words: words of a second text that count for nothing in late interaction, each one token.
+    """
+
+    prompts: Mapping[str, str] = field(factory=dict)
+    default_prompt: str | None = None
+    similarity: Similarity = "cosine"
+    skipped_words: tuple[str, ...] = ()
 
 
 class Pooler(Protocol):
@@ -112,8 +134,8 @@ class Pooler(Protocol):
 
     The core gathers the states, also over the chunks of a prompt. `method` selects the states to use.
 
-    A pooler may have two more attributes. `tasks` are the tasks of requests that it serves, the engine's alone if it is
-    absent. `refusals` gives the reason by task for others.
+    A pooler may have more attributes. `tasks` are the tasks of requests that it serves, the engine's alone if it is
+    absent. `refusals` gives the reason by task for others. `texts` is a `PooledTexts`.
     """
 
     @property
