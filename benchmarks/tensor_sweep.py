@@ -7,6 +7,7 @@ checkpoint of `families_sweep.py`. The whole model and its parts are loaded as a
 the parts as threads of one process. Two prompts, one in two chunks, and eight greedy tokens each go through both in one
 batch. EQUAL means equal tokens, logits within 0.01 % of the largest, and bitwise equal logits on all ranks. --page
 writes the table of docs/model-families.md. --experts lets the ranks share experts whole, with so many copies.
+--sequence gives each rank the hidden states of its own tokens alone.
 """
 
 from __future__ import annotations
@@ -94,9 +95,13 @@ def _prompt(length: int, vocab: int) -> list[int]:
     return torch.randint(min(5, vocab - 1), vocab, (length,), generator=generator).tolist()
 
 
-def parts(path: Path, size: int, copies: int | None = None, **settings: Any) -> list[Said]:
-    """Return what each of `size` ranks says. With `copies`, they share experts whole, and so many are redundant."""
+def parts(path: Path, size: int, copies: int | None = None, *, sequence: bool = False, **settings: Any) -> list[Said]:
+    """Return what each of `size` ranks says. With `copies`, they share experts whole, and so many are redundant.
+
+    With `sequence`, each has hidden states of its own tokens.
+    """
     shared: dict[str, Any] = {} if copies is None else {"experts": True, "redundant_experts": copies}
+    shared["sequence"] = sequence
     return threads.run(size, lambda shard, ranks: say(load(path, evolve(shard, **shared), ranks, **settings)))
 
 
@@ -113,11 +118,13 @@ def difference(whole: Said, ranks: Sequence[Said]) -> str:
     return "" if first.tokens == whole.tokens else "other tokens"
 
 
-def verdict(path: Path, size: int, whole: Said | None = None, copies: int | None = None) -> tuple[str, str]:
+def verdict(
+    path: Path, size: int, whole: Said | None = None, copies: int | None = None, *, sequence: bool = False
+) -> tuple[str, str]:
     """Return EQUAL, DIFF or REFUSED, with notes or the reason. `whole` is what the whole model says, if it is known."""
     whole = whole or say(load(path))
     try:
-        ranks = parts(path, size, copies)
+        ranks = parts(path, size, copies, sequence=sequence)
     except NegotiationError as error:
         return "REFUSED", error.message
     wrong = difference(whole, ranks)
@@ -127,7 +134,7 @@ def verdict(path: Path, size: int, whole: Said | None = None, copies: int | None
 
 
 def verdicts(
-    model_type: str, architecture: str, sizes: Sequence[int], copies: int | None = None
+    model_type: str, architecture: str, sizes: Sequence[int], copies: int | None = None, *, sequence: bool = False
 ) -> Mapping[int, tuple[str, str]]:
     """Return the verdict of each size. UNSERVED is what one rank does not run either."""
     path = Path(tempfile.mkdtemp(prefix="sweep-"))
@@ -140,7 +147,7 @@ def verdicts(
         found = {}
         for size in sizes:
             try:
-                found[size] = verdict(path, size, whole, copies)
+                found[size] = verdict(path, size, whole, copies, sequence=sequence)
             except SlotlineError as error:
                 found[size] = ("ERROR", error.message)
             except Exception as error:
@@ -155,6 +162,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="model types, by default all")
     parser.add_argument("--tensor", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--experts", type=int, metavar="COPIES", help="share experts whole, with so many copies")
+    parser.add_argument("--sequence", action="store_true", help="divide hidden states by tokens")
     arguments = parser.parse_args()
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)
@@ -162,7 +170,8 @@ def main() -> None:
         for name in arguments.names or names:
             architecture = names[name] if isinstance(names[name], str) else names[name][0]
             started = time.perf_counter()
-            for size, (word, reason) in verdicts(name, architecture, arguments.tensor, arguments.experts).items():
+            found = verdicts(name, architecture, arguments.tensor, arguments.experts, sequence=arguments.sequence)
+            for size, (word, reason) in found.items():
                 seconds = time.perf_counter() - started
                 print(f"{seconds:5.1f} {word:8} {name:22} {size} {architecture:34} {reason[:300]}", flush=True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ from attrs import evolve
 
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
 from slotline.plugins.context_shards.ranks import RankShards
+from slotline.plugins.model_families.tensor_parallel import threads
 from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
@@ -115,32 +114,9 @@ def compare_ranks(
     ]
 
 
-class _Thread:
-    """Communicator of a rank that is a thread."""
-
-    def __init__(self, rank: int, size: int, given: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._given, self._barrier = rank, size, given, barrier
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        assert x.is_contiguous()
-        self._given[self.rank] = x.clone()
-        self._barrier.wait()
-        found = list(self._given)
-        self._barrier.wait()
-        return found
-
-    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return torch.cat(self._all(x), dim)
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._all(x)).sum(0).chunk(self.size)[self.rank]
-
-
 def _at_once(size: int, run: Callable[[Any], Any]) -> list[Any]:
     """What a function returns on each rank."""
-    given, barrier = [None] * size, threading.Barrier(size, timeout=60)
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(run, [_Thread(rank, size, given, barrier) for rank in range(size)]))
+    return threads.run(size, lambda _shard, ranks: run(ranks))
 
 
 def _layer(num_heads: int, num_kv_heads: int, *, sinks: bool) -> AttentionLayer:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from thread_ranks import Exchange, Finished, ThreadCommunicator
 
-from slotline.plugins.model_families.tensor_parallel import expert_parallel, expert_routing
+from slotline.plugins.model_families.tensor_parallel import expert_parallel, expert_routing, threads
+from slotline.plugins.model_families.tensor_parallel.threads import ThreadCommunicator
+from slotline.registry.contracts.communicator import Exchange
 from slotline.registry.contracts.model_family import Shard
 
 
@@ -19,11 +18,11 @@ class Counting(ThreadCommunicator):
 
     rows = 0
 
-    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Finished:
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         assert x.is_contiguous()
         self.rows += sum(sent) - sent[self.rank]
         found = super().all_to_all(x, sent, received)
-        assert len(found.out) == sum(received)
+        assert len(found.finish()) == sum(received)
         return found
 
 
@@ -33,22 +32,7 @@ def over_threads(size: int, run: Callable[[Counting], Any]) -> list[Any]:
     Raises:
         BaseException: the first error of a rank that is no effect of another's.
     """
-    exchange = Exchange(size)
-
-    def one(rank: int) -> Any:
-        with exchange.turn:
-            try:
-                return run(Counting(exchange, rank, "tensor"))
-            except BaseException:
-                exchange.barrier.abort()
-                raise
-
-    with ThreadPoolExecutor(size) as pool:
-        running = [pool.submit(one, rank) for rank in range(size)]
-    errors = [error for each in running if (error := each.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    return [each.result() for each in running]
+    return threads.run(size, lambda _shard, ranks: run(ranks), Counting)
 
 
 def share(module: Any, ranks: ThreadCommunicator, form: Any, redundant: int = 0, *, count: bool = False) -> None:

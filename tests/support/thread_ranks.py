@@ -6,14 +6,13 @@ Each rank has a whole engine of its own, as under torchrun: every rank is asked 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from slotline.builder.engine_builder import build_engine
 from slotline.core import LLM
@@ -21,6 +20,7 @@ from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
+from slotline.plugins.model_families.tensor_parallel.threads import Meeting, ThreadCommunicator, is_effect
 from slotline.ranks.ranked_engine import RankedEngine
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import Communicator, CommunicatorCapabilities, CommunicatorContext
@@ -43,111 +43,30 @@ descriptor = Descriptor(
 
 
 @define(eq=False)
-class Exchange:
-    """What ranks give each other. One rank runs at a time, the others wait here."""
+class Meetings:
+    """Meetings of all groups of ranks, which have one turn.
 
-    size: int
-    turn: threading.Lock = field(factory=threading.Lock)
-    given: list[Any] = field(init=False)
-    barrier: threading.Barrier = field(init=False)
+    Attributes:
+        everyone: of all ranks.
+    """
 
-    mail: dict[tuple[str, int, int], deque[Any]] = field(factory=lambda: defaultdict(deque), init=False)
-    arrived: threading.Condition = field(factory=threading.Condition, init=False)
+    everyone: Meeting
+    groups: dict[tuple[str, tuple[int, ...]], Meeting] = field(factory=dict, init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.given, self.barrier = [None] * self.size, threading.Barrier(self.size, timeout=60.0)
+    def of(self, context: CommunicatorContext) -> Meeting:
+        """The meeting of a group."""
+        made = Meeting(len(context.ranks), self.everyone.turn)
+        return self.groups.setdefault((context.name, context.ranks), made)
 
-    def send(self, what: str, rank: int, to: int, value: Any) -> None:
-        """Leave a value for another rank."""
-        with self.arrived:
-            self.mail[what, rank, to].append(value)
-            self.arrived.notify_all()
-
-    def receive(self, what: str, rank: int, source: int) -> Any:
-        """Return the next value that another rank has left."""
-        self.turn.release()
-        try:
-            with self.arrived:
-                there = self.mail[what, source, rank]
-                if not self.arrived.wait_for(lambda: there or self.barrier.broken, timeout=60.0) or not there:
-                    raise threading.BrokenBarrierError
-                return there.popleft()
-        finally:
-            self.turn.acquire()
-
-    def give_up(self) -> None:
-        """End the others' waiting."""
-        self.barrier.abort()
-        with self.arrived:
-            self.arrived.notify_all()
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        self.given[rank] = value
-        self.turn.release()
-        try:
-            self.barrier.wait()
-            found = list(self.given)
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-        return found
-
-
-@frozen
-class Finished:
-    """Implements `Exchange` of the contract."""
-
-    out: torch.Tensor
-
-    def finish(self) -> torch.Tensor:
-        return self.out
-
-
-class ThreadCommunicator:
-    """Implements `Communicator` for tensors of one process."""
-
-    def __init__(self, exchange: Exchange, rank: int, name: str) -> None:
-        self._exchange, self.rank, self.size, self._name = exchange, rank, exchange.size, name
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return copies of all ranks' tensors."""
-        return self._exchange.gather(self.rank, x.clone())
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(x)).float().sum(0).to(x.dtype)
-
-    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return torch.cat(self.gather(x), dim)
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce(x).chunk(self.size)[self.rank]
-
-    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Finished:
-        parts = self._exchange.gather(self.rank, x.clone().split(list(sent)))
-        return Finished(torch.cat([part[self.rank] for part in parts]))
-
-    def send(self, x: torch.Tensor, to: int) -> None:
-        self._exchange.send(self._name, self.rank, to, x.clone())
-
-    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        found: torch.Tensor = self._exchange.receive(self._name, self.rank, source)
-        assert (found.shape, found.dtype) == (x.shape, x.dtype)
-        return found
-
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return self.gather(x)[source].clone()
-
-    def abort(self) -> None:
-        self._exchange.barrier.abort()
-
-    def close(self) -> None:
-        """Do nothing."""
+    def each(self, call: Callable[[Meeting], None]) -> None:
+        """Do the same with all of them."""
+        for meeting in (self.everyone, *self.groups.values()):
+            call(meeting)
 
 
 def join(context: CommunicatorContext) -> ThreadCommunicator:
     """Join the ranks of this thread's engine."""
-    return ThreadCommunicator(_here.exchange, context.rank, context.name)
+    return ThreadCommunicator(_here.meetings.of(context), context.rank, context.name)
 
 
 @define(eq=False)
@@ -155,11 +74,11 @@ class ThreadGroup:
     """All ranks, as `slotline.ranks.group.RankGroup` has them."""
 
     place: Place
-    exchange: Exchange
+    meeting: Meeting
     communicators: list[Communicator] = field(factory=list, init=False)
 
     def gather(self, value: Any) -> list[Any]:
-        return self.exchange.gather(self.place.rank, value)
+        return self.meeting.gather(self.place.rank, value)
 
     def gather_bytes(self, value: bytes) -> list[bytes]:
         return self.gather(value)
@@ -203,7 +122,7 @@ class ThreadRanks:
     """LLMs of all ranks of one engine.
 
     Args:
-        tensor, pipeline: number of ranks. One of them is 1.
+        tensor, pipeline: number of ranks.
         settings: as of `LLM`.
 
     Attributes:
@@ -217,7 +136,7 @@ class ThreadRanks:
         settings.setdefault("observability.check_integrity", True)
         if model is not None:
             settings["model"] = model
-        self._exchange = Exchange(tensor * pipeline)
+        self._meetings = Meetings(Meeting(tensor * pipeline))
         self._pools = [ThreadPoolExecutor(1) for _ in range(tensor * pipeline)]
         self.llms: list[LLM] = []
         self.llms = self._all(lambda rank: self._built(rank, settings))
@@ -240,7 +159,7 @@ class ThreadRanks:
     def _built(self, rank: int, settings: dict[str, Any]) -> LLM:
         loaded = load_settings(None, (), settings)
         place = Place(rank=rank, local_rank=rank, layout=layout_of(loaded))
-        group = ThreadGroup(place, self._exchange)
+        group = ThreadGroup(place, self._meetings.everyone)
         engine = build_engine(loaded, group, RankedEngine, make_plan(loaded, place=place))
         assert isinstance(engine, RankedEngine)
         told: Any = Told(group)
@@ -251,26 +170,18 @@ class ThreadRanks:
 
     def _all(self, call: Callable[[int], R]) -> list[R]:
         def turn(rank: int) -> R:
-            _here.exchange = self._exchange
+            _here.meetings = self._meetings
             torch.set_num_threads(1)
-            with self._exchange.turn:
+            with self._meetings.everyone.turn:
                 try:
                     return call(rank)
                 except BaseException:
-                    self._exchange.give_up()
+                    self._meetings.each(Meeting.give_up)
                     raise
 
-        self._exchange.barrier.reset()
+        self._meetings.each(Meeting.begin)
         running = [pool.submit(turn, rank) for rank, pool in enumerate(self._pools)]
         errors = [error for one in running if (error := one.exception()) is not None]
         if errors:
-            raise min(errors, key=_is_effect)
+            raise min(errors, key=is_effect)
         return [one.result() for one in running]
-
-
-def _is_effect(error: BaseException) -> bool:
-    """Return True for an error that another rank's error has made."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, threading.BrokenBarrierError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None

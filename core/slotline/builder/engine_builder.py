@@ -44,9 +44,8 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
-from slotline.planner.experts import with_experts
 from slotline.planner.plan import Planned, make_plan
-from slotline.planner.ranks import shard_of
+from slotline.planner.ranks import asked_shard
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
@@ -309,7 +308,7 @@ class EngineBuilder:
             progress=config.observability.progress,
             options=self.planned.options(planned.family_descriptor),
             weights=build_weights(planned),
-            shard=with_experts(planned.loaded, shard_of(planned.place)),
+            shard=asked_shard(planned.loaded, planned.place),
             communicator=self.communicators.get("data", self.communicators.get("tensor")),
             own_stage=planned.own_stage,
         )

@@ -34,6 +34,7 @@ def build_graphs(
         max_tokens=config.scheduler.max_batched_tokens,
         mixed_attention=any(group.captured("mixed") for group in groups),
         cascade=lambda requests, query_len: any(cascade.longest(np.full(requests, query_len), planned.max_model_len)),
+        ranks=planned.place.layout.tensor if config.parallel.sequence else 1,
         variants=next(iter(extensions.captured_variants), lambda query_len: (0,)),
     )
     return GraphCapturer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.planner.best_plugin import best_plugin
 from slotline.planner.component_selection import device_need
@@ -23,6 +23,7 @@ from slotline.registry.negotiation import Need, Part, Setting
 from slotline.registry.ranks import DIMENSIONS, Place, RankLayout
 
 KEY = "parallel.tensor"
+SEQUENCE = "parallel.sequence"
 COMMUNICATOR = "parallel.communicator"
 
 
@@ -84,6 +85,34 @@ def shard_of(place: Place) -> Shard | None:
     return None if size == 1 else Shard(rank=place.index(dimension), size=size, own_tokens=dimension == "data")
 
 
+def asked_shard(loaded: LoadedConfig, place: Place) -> Shard | None:
+    """Return the part of each layer that a rank has, as the configuration divides it. None for the whole."""
+    shard = shard_of(place)
+    return None if shard is None else with_experts(loaded, evolve(shard, sequence=loaded.config.parallel.sequence))
+
+
+def _refuse_sequence(loaded: LoadedConfig, family: Descriptor[Any], size: int) -> None:
+    """Refuse hidden states divided by tokens where ranks, the family or a feature do not allow it.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    config, texts = loaded.config, list[str]()
+    if not config.parallel.sequence:
+        return
+    if size == 1:
+        texts.append(f"no ranks share a layer ({KEY} = 1)")
+    elif refusal := family.capabilities.sequence.refusal(True):
+        texts.append(f"model family {family.name!r}: sequence {refusal}")
+    if config.cache.kv_sharing_fast_prefill:
+        texts.append("cache.kv_sharing_fast_prefill = true: the last layers have other tokens than the first")
+    if texts:
+        raise NegotiationError(
+            f"{SEQUENCE} = true ({loaded.origins[SEQUENCE].where}) cannot hold: {'; '.join(texts)}",
+            fix=f"remove what it cannot hold beside, or set {SEQUENCE} = false",
+        )
+
+
 def inspect_shard(
     loaded: LoadedConfig,
     family: ModelFamily,
@@ -102,7 +131,8 @@ def inspect_shard(
         NegotiationError: if the family or the model cannot be divided among so many ranks.
     """
     refuse_experts(loaded, whole, descriptor)
-    shard = with_experts(loaded, shard_of(place))
+    _refuse_sequence(loaded, descriptor, place.layout.tensor)
+    shard = asked_shard(loaded, place)
     if shard is None:
         return whole
     if not shard.own_tokens and (refusal := descriptor.capabilities.tensor.refusal(shard.size)):
@@ -223,12 +253,27 @@ def tensor_setting(loaded: LoadedConfig, whole: ModelFacts, own: ModelFacts, pla
         for a, b in zip(whole.layers, own.layers, strict=True)
     )
     held = f"{own.num_parameters:,} of {whole.num_parameters:,} parameters on a rank"
+    division = Setting(
+        key=KEY,
+        asked=str(size),
+        resolved=str(size),
+        origin=f"{loaded.origins[KEY].where}: {'; '.join((*texts, held))}",
+        explicit=True,
+    )
+    return (division, *_sequence_setting(loaded, size))
+
+
+def _sequence_setting(loaded: LoadedConfig, size: int) -> tuple[Setting, ...]:
+    """Return the record of hidden states that are divided by tokens. Empty if they are whole."""
+    if not loaded.config.parallel.sequence:
+        return ()
+    said = f"each of {size} ranks adds and norms 1/{size} of a step's tokens, whose number is filled up to a multiple"
     return (
         Setting(
-            key=KEY,
-            asked=str(size),
-            resolved=str(size),
-            origin=f"{loaded.origins[KEY].where}: {'; '.join((*texts, held))}",
+            key=SEQUENCE,
+            asked="true",
+            resolved="true",
+            origin=f"{loaded.origins[SEQUENCE].where}: {said}",
             explicit=True,
         ),
     )

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 from expert_ranks import Counting, over_threads, share
-from thread_ranks import Exchange
 from tiny_models import family
 
 from slotline.plugins.model_families.tensor_parallel import expert_parallel, expert_routing
+from slotline.plugins.model_families.tensor_parallel.threads import Meeting
 from slotline.registry.contracts.model_family import Shard
 from slotline.registry.errors import NegotiationError
 
@@ -67,7 +67,7 @@ def divided(whole: Any, ranks: Counting, form: Any, redundant: int = 0, *, count
 
 def lonely(rank: int) -> Counting:
     """Return a rank whose others do nothing."""
-    return Counting(Exchange(2), rank, "tensor")
+    return Counting(Meeting(2), rank)
 
 
 def close(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:

@@ -147,7 +147,7 @@ def test_a_wrong_division_of_an_unlisted_architecture_is_refused(
     monkeypatch.setattr(attention, "PACKED", wrong)
     inspection._seen.cache_clear()
     with pytest.raises(NegotiationError, match=r"gives other numbers in 2 parts: layer 0 .* first at position 0"):
-        check._compare(found, 2)
+        check._compare(found, Shard(rank=0, size=2))
     inspection._seen.cache_clear()
     assert "kept in" in building._self_checked(tensor_sweep.load(tmp_path).hf_model, _context(tmp_path, shard))[1]
 

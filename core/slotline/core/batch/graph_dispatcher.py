@@ -53,6 +53,7 @@ class GraphDispatcher:
             requests are padded too.
         cascade: for a number of requests and of query tokens each: whether a uniform batch of them may have a common
             prefix that is served apart.
+        ranks: number whose multiples the token counts asked for are rounded up to: that of ranks that divide tokens.
         variants: for a query length, 0 for mixed batches, the variants that shapes are captured for, in ascending
             order. A shape of a larger variant serves steps of a smaller one too.
     """
@@ -68,9 +69,11 @@ class GraphDispatcher:
         mixed_attention: bool = False,
         cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
         variants: Callable[[int], Sequence[int]] = lambda query_len: (0,),
+        ranks: int = 1,
     ) -> None:
         mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
+        sizes, mixed_sizes = ([-(-size // ranks) * ranks for size in each] for each in (sizes, mixed_sizes))
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._most_mixed = max_requests if mixed_attention else 0
         self._variants = variants

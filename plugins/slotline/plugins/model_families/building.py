@@ -32,6 +32,7 @@ from slotline.plugins.model_families.tensor_parallel import check
 from slotline.plugins.model_families.tensor_parallel.collectives import install
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 
@@ -49,6 +50,7 @@ class Built:
         notes: what was done to it, in words.
         origin: what it needs to be saved.
         parts: what a rank has of linear layers and embeddings, by path. Empty for a whole model.
+        tokens: division of each step's tokens among ranks.
     """
 
     hf_model: Any
@@ -56,6 +58,7 @@ class Built:
     notes: tuple[str, ...]
     origin: Origin
     parts: Mapping[str, ModulePart] = field(factory=dict)
+    tokens: TokenDivision = WHOLE
 
 
 def build(context: ModelContext, load: Load) -> Built:
@@ -86,13 +89,10 @@ def build(context: ModelContext, load: Load) -> Built:
         passed = _over_stages(hf_model, parts, context)
     if encoder is not None:
         hf_model.encoder = encoder.to(parts[0].device)
-    if joined is not None:
-        assert context.communicator is not None
-        joined = own_stage.own_joined(hf_model, joined)
-        install(hf_model, joined, context.communicator, fused=context.optimize)
+    tokens = WHOLE if joined is None else _join(hf_model, joined, context)
     complete()
     parts_of_rank = {} if joined is None else joined.parts
-    return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed), parts_of_rank)
+    return Built(hf_model, holder, notes + passed, evolve(origin, notes=checked + passed), parts_of_rank, tokens)
 
 
 def read_plain(context: ModelContext, load: Load) -> Any:
@@ -136,6 +136,21 @@ def _divided(hf_model: Any, context: ModelContext) -> Joined:
     """Leave each module only what a rank has of it. Quantized weights are read now."""
     assert context.shard is not None
     return divide(hf_model, context.shard) if context.weights is None else divide_quantized(hf_model, context)
+
+
+def _join(hf_model: Any, joined: Joined, context: ModelContext) -> TokenDivision:
+    """Let ranks join what their parts of a model give."""
+    assert context.shard is not None
+    assert context.communicator is not None
+    facts = context.facts
+    names = [*(layer.name for layer in facts.layers), *(layer.name for layer in facts.state_layers)]
+    return install(
+        hf_model,
+        own_stage.own_joined(hf_model, joined),
+        context.communicator,
+        fused=context.optimize,
+        mixing=names if context.shard.sequence else None,
+    )
 
 
 def _bind(hf_model: Any, context: ModelContext) -> tuple[binding.AttendHolder, tuple[str, ...]]:

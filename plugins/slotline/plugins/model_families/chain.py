@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision
+
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Tap
 
@@ -19,6 +21,7 @@ def run_layers(
     wanted: torch.Tensor | None = None,
     tap: Tap | None = None,
     first: int = 0,
+    tokens: TokenDivision = WHOLE,
 ) -> torch.Tensor:
     """Run decoder layers, and the norm after the last one.
 
@@ -28,11 +31,12 @@ def run_layers(
     Args:
         layers: decoder layers of transformers.
         embeddings: the position embeddings of each.
-        hidden_states: [1, num_tokens, hidden_size].
+        hidden_states: [1, num_tokens, hidden_size]. Where `tokens` are divided, a rank's own.
         norm: the model's last norm, None if other layers follow.
         wanted: [n] int64, the tokens to return. None for all. In the last layer only these tokens attend and continue
             after attention, if its forward supports it.
         tap: called as ``tap(index, hidden_states)`` before each layer. The first layer's index is `first`.
+        tokens: division of the step's tokens among ranks.
 
     Returns:
         [1, num_tokens or n, hidden_size].
@@ -48,9 +52,9 @@ def run_layers(
             found = chain(hidden_states, embedding, normed, behind, kept)
         if found is None:
             hidden_states, normed = layer(hidden_states, position_embeddings=embedding), None
-            hidden_states = hidden_states if kept is None else hidden_states[:, kept]
+            hidden_states = hidden_states if kept is None else tokens.some(hidden_states, kept)
         else:
             hidden_states, normed = found
-    if norm is None:
-        return hidden_states
-    return norm(hidden_states) if normed is None else normed
+    if norm is not None:
+        hidden_states = norm(hidden_states) if normed is None else normed
+    return tokens.leave(hidden_states)

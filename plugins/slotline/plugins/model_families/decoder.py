@@ -137,6 +137,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         expert_replicas=Flag(True),
         overlap=Flag(True),
         pipeline_ranks=Flag(True),
+        sequence=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

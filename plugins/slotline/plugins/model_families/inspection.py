@@ -29,8 +29,10 @@ from slotline.plugins.model_families import (
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.plugins.model_families.layer_calls import LayerCalls
+from slotline.plugins.model_families.tensor_parallel import sequence
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.expert_parallel import numbers_of_experts
+from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.unknown_values import UnknownValues
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts, Shard
@@ -229,10 +231,12 @@ def _seen(look: _Look) -> _Seen:
     """Build the model without memory, let it run once, and return what it shows."""
     model = _model_without_memory(look.found)
     vocab_size, mixtures = structure.vocab_size(model), numbers_of_experts(model)
-    notes = () if look.shard is None else divide(model, look.shard).notes
+    joined = Joined() if look.shard is None else divide(model, look.shard)
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
     layers, host_copies, chained = _watch(model, look.found, look.max_model_len, state_layers)
+    if look.shard is not None and look.shard.sequence:
+        _refuse_sequence(model, joined, layers, state_layers, chained=chained)
     return _Seen(
         layers=layers,
         state_layers=state_layers,
@@ -242,7 +246,7 @@ def _seen(look: _Look) -> _Seen:
         default_max_model_len=min(filter(None, limits), default=None),
         vocab_size=vocab_size,
         hidden_size=structure.hidden_size(model),
-        notes=notes,
+        notes=joined.notes,
         mixtures=mixtures,
     )
 
@@ -318,6 +322,25 @@ def _parts(
         chained=chained,
         states=tuple(owners[_mixer(model, layer.name)] for layer in state_layers),
     )
+
+
+def _refuse_sequence(
+    model: Any,
+    joined: Joined,
+    layers: tuple[AttentionLayer, ...],
+    state_layers: tuple[StateLayer, ...],
+    *,
+    chained: bool,
+) -> None:
+    """Refuse a model whose hidden states cannot be divided by tokens.
+
+    Raises:
+        NegotiationError: with the reason.
+    """
+    if not chained:
+        raise sequence.refusal(model, "its layers read more of the tokens than hidden states")
+    mixing = [*(layer.name for layer in layers), *(layer.name for layer in state_layers)]
+    sequence.branches(model, joined, mixing)
 
 
 def _mixer(model: Any, name: str) -> torch.nn.Module:

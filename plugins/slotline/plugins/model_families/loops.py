@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from slotline.plugins.model_families import own_attention, structure
 from slotline.plugins.model_families.binding import AttendHolder
@@ -21,6 +22,7 @@ from slotline.plugins.model_families.logits import LogitsHead, NoHead, WholeHead
 from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.stages import Crossing, Part
 from slotline.plugins.model_families.state_mixers import output_like
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
@@ -39,8 +41,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class TransformersLoop:
     """Calls the base model's own forward."""
 
-    def __init__(self, hf_model: Any, crossing: Crossing) -> None:
-        self._base, self._crossing = hf_model.base_model, crossing
+    def __init__(self, hf_model: Any, crossing: Crossing, tokens: TokenDivision = WHOLE) -> None:
+        self._base, self._crossing, self._tokens = hf_model.base_model, crossing, tokens
+        divide_within(getattr(self._base, "layers", ()), tokens)
         self._dtype = hf_model.dtype
         self._options = structure.taking(self._base.forward, {"use_cache": False, "return_dict": True})
 
@@ -62,7 +65,8 @@ class TransformersLoop:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
             given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
-        with self._crossing.scope(), _tapped(self._base, tap):
+        divided = self._tokens.step(positions.shape[0], divided=False)
+        with self._crossing.scope(), divided, _tapped(self._base, self._tokens.tapping(tap)):
             outputs = self._base(**given)
         hidden_states: torch.Tensor = outputs.last_hidden_state.to(self._dtype)  # Mamba ends in float32
         return hidden_states if wanted is None else hidden_states[:, wanted]
@@ -75,8 +79,8 @@ class LeanLoop:
     device, and position embeddings are computed there.
     """
 
-    def __init__(self, hf_model: Any, parts: Sequence[Part]) -> None:
-        self._base, self._parts = hf_model.base_model, tuple(parts)
+    def __init__(self, hf_model: Any, parts: Sequence[Part], tokens: TokenDivision = WHOLE) -> None:
+        self._base, self._parts, self._tokens = hf_model.base_model, tuple(parts), tokens
         # A rope type by layer type means one set of position embeddings for each (Gemma 3).
         by_type = isinstance(getattr(self._base.rotary_emb, "rope_type", None), dict)
         self._layer_types: tuple[str, ...] = tuple(hf_model.config.layer_types) if by_type else ()
@@ -95,6 +99,20 @@ class LeanLoop:
         `inputs_embeds` [num_tokens, hidden_size] replace the embeddings of input_ids. `tap` is called before each
         layer.
         """
+        if self._tokens.divides:
+            with self._tokens.step(positions.shape[0]):
+                return self._run(input_ids, positions, wanted, inputs_embeds, self._tokens.tapping(tap))
+        return self._run(input_ids, positions, wanted, inputs_embeds, tap)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        tap: Tap | None,
+    ) -> torch.Tensor:
+        """See `__call__`."""
         *earlier, last = self._parts
         layers, hidden_states = list(self._base.layers), self._embed(input_ids, inputs_embeds)
         for part in earlier:
@@ -108,14 +126,23 @@ class LeanLoop:
             hidden_states, positions = last.receive(hidden_states), last.receive(positions)
             embeddings = self._position_embeddings(last, hidden_states, positions)
             return run_layers(
-                layers[last.first :], embeddings, hidden_states, self._base.norm, wanted, tap=tap, first=last.first
+                layers[last.first :],
+                embeddings,
+                hidden_states,
+                self._base.norm,
+                wanted,
+                tap=tap,
+                first=last.first,
+                tokens=self._tokens,
             )
 
     def _embed(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Return hidden states [1, num_tokens, hidden_size] before the first layer."""
+        """Return hidden states [1, num_tokens, hidden_size] before the first layer. A rank's own if divided."""
         with self._parts[0].scope():
             hidden_states: torch.Tensor = (
-                self._base.embed_tokens(input_ids.unsqueeze(0)) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
+                self._base.embed_tokens(input_ids.unsqueeze(0))
+                if inputs_embeds is None
+                else self._tokens.enter(inputs_embeds.unsqueeze(0))
             )
             return hidden_states if self._multiplier is None else hidden_states * self._multiplier
 
@@ -143,10 +170,31 @@ def _tapped(base: Any, tap: Tap | None) -> ExitStack:
     return scope
 
 
-def plain_loop(hf_model: Any) -> Loop:
+def divide_within(layers: Sequence[Any], tokens: TokenDivision) -> list[RemovableHandle]:
+    """Let layers have a rank's own tokens in their model's own forward. Return the hooks that do it."""
+    if not tokens.divides:
+        return []
+
+    def enter(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if tokens.divided:
+            return None
+        if args:
+            return (tokens.enter(args[0]), *args[1:]), options
+        return args, options | {"hidden_states": tokens.enter(options["hidden_states"])}
+
+    def leave(_: Any, _given: Any, out: Any) -> Any:
+        return (tokens.leave(out[0]), *out[1:]) if isinstance(out, tuple) else tokens.leave(out)
+
+    return [
+        layers[0].register_forward_pre_hook(enter, with_kwargs=True),
+        layers[-1].register_forward_hook(leave),
+    ]
+
+
+def plain_loop(hf_model: Any, tokens: TokenDivision = WHOLE) -> Loop:
     """Return transformers' own forward of a whole model on one device."""
     whole = Part(hf_model.device, 0, 0)
-    return TransformersLoop(hf_model, Crossing(hf_model, (whole,)))
+    return TransformersLoop(hf_model, Crossing(hf_model, (whole,)), tokens)
 
 
 def choose_loop(
@@ -157,24 +205,26 @@ def choose_loop(
     *,
     lean: bool,
     known: bool = False,
+    tokens: TokenDivision = WHOLE,
 ) -> tuple[Loop, tuple[str, ...]]:
     """Return the fastest loop that gives the model's own logits, and a note on it.
 
     Args:
         lean: False for transformers' own forward.
         known: True if the lean loop gave the same logits before, on the same weights.
+        tokens: division of each step's tokens among ranks.
 
     Raises:
-        ModelError: if even transformers' own layers with our head give other logits.
+        ModelError: if even transformers' own layers with our head give other logits, or divided tokens others.
     """
     if lean and known:
-        return LeanLoop(hf_model, parts), ("lean loop over the layers, checked when the weights were saved",)
+        return LeanLoop(hf_model, parts, tokens), ("lean loop over the layers, checked when the weights were saved",)
     crossing = Crossing(hf_model, parts)
     probe = _Probe(hf_model, holder, head, crossing, parts)
     reason = "asked for by lean = false" if not lean else "the decoder is one of ours that is as short"
     if lean and not own_attention.is_bound(hf_model):
         try:
-            candidate = LeanLoop(hf_model, parts)
+            candidate = LeanLoop(hf_model, parts, tokens)
             difference = probe.difference(candidate)
         except Exception as error:  # an unknown family may fail in any way; the note says how
             reason = f"the lean loop failed: {type(error).__name__}: {error}"
@@ -183,7 +233,7 @@ def choose_loop(
                 crossing.remove()
                 return candidate, (f"lean loop over the layers, checked against transformers ({difference:.1e})",)
             reason = f"the lean loop's logits differ by {difference:.1e}"
-    generic = TransformersLoop(hf_model, crossing)
+    generic = TransformersLoop(hf_model, crossing, tokens)
     difference = probe.difference(generic)
     if math.isnan(difference):
         raise _not_finite(hf_model)
@@ -191,7 +241,9 @@ def choose_loop(
         raise ModelError(
             f"{type(hf_model).__name__} treats its logits in a way this family does not know: they differ by "
             f"{difference:.1e} of the largest, and {reason}",
-            fix="use a model family plugin that serves this architecture",
+            fix="set parallel.sequence = false"
+            if tokens.divides
+            else "use a model family plugin that serves this architecture",
         )
     return generic, (f"transformers' own forward: {reason}",)
 

@@ -19,9 +19,18 @@ from torch import nn
 from slotline.plugins.model_families import own_attention, stages, structure
 from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.chain import run_layers
-from slotline.plugins.model_families.loops import PROBE_TOKENS, TOLERANCES, LeanLoop, Loop, plain_advance, plain_attend
+from slotline.plugins.model_families.loops import (
+    PROBE_TOKENS,
+    TOLERANCES,
+    LeanLoop,
+    Loop,
+    divide_within,
+    plain_advance,
+    plain_attend,
+)
 from slotline.plugins.model_families.stages import ROTARY, Part
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
@@ -105,6 +114,7 @@ def own_joined(hf_model: nn.Module, joined: Joined) -> Joined:
     return evolve(
         joined,
         summed=there(joined.summed),
+        within=there(joined.within),
         embeddings={name: joined.embeddings[name] for name in there(joined.embeddings)},
         gathered={name: joined.gathered[name] for name in there(joined.gathered)},
         joining=there(joined.joining),
@@ -156,32 +166,34 @@ def _free(hf_model: nn.Module) -> None:
 class LeanStage(LeanLoop):
     """Loop over the layers of one stage. See `LeanLoop`."""
 
-    def __init__(self, hf_model: Any, stage: OwnStage, part: Part) -> None:
-        super().__init__(hf_model, (part,))
+    def __init__(self, hf_model: Any, stage: OwnStage, part: Part, tokens: TokenDivision = WHOLE) -> None:
+        super().__init__(hf_model, (part,), tokens)
         self._stage = stage
 
-    def __call__(
+    def _run(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        tap: Tap | None = None,
+        wanted: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        tap: Tap | None,
     ) -> torch.Tensor:
         """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent."""
         stage = self._stage
-        states = self._embed(input_ids, None) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
+        states = (
+            self._embed(input_ids, None) if inputs_embeds is None else self._tokens.enter(inputs_embeds.unsqueeze(0))
+        )
         embeddings = self._position_embeddings(self._parts[0], states, positions)
         layers = list(self._base.layers)[stage.first : stage.end]
         norm = self._base.norm if stage.is_last else None
-        return run_layers(layers, embeddings, states, norm, wanted, tap=tap, first=stage.first)
+        return run_layers(layers, embeddings, states, norm, wanted, tap=tap, first=stage.first, tokens=self._tokens)
 
 
 class TransformersStage:
     """Base model's own forward, of which only one stage's layers do anything."""
 
-    def __init__(self, hf_model: Any, stage: OwnStage, holder: AttendHolder) -> None:
-        self._base, self._stage = hf_model.base_model, stage
+    def __init__(self, hf_model: Any, stage: OwnStage, holder: AttendHolder, tokens: TokenDivision = WHOLE) -> None:
+        self._base, self._stage, self._tokens = hf_model.base_model, stage, tokens
         self._dtype = hf_model.dtype
         self._options = structure.taking(self._base.forward, {"use_cache": False, "return_dict": True})
         self._received: torch.Tensor | None = None
@@ -190,6 +202,7 @@ class TransformersStage:
         layers = list(self._base.layers)
         self._hooks = [
             layers[stage.first].register_forward_pre_hook(self._before, with_kwargs=True),
+            *divide_within(layers[stage.first : stage.end], tokens),
             layers[stage.end - 1].register_forward_hook(self._after),
         ]
         self._settle(layers, holder, probe_of(hf_model, stage))
@@ -213,7 +226,8 @@ class TransformersStage:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
             self._received = given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
-        outputs = self._base(**given)
+        with self._tokens.step(positions.shape[0], divided=False):
+            outputs = self._base(**given)
         states, self._received, self._sent = self._sent, None, None
         if not self._stage.is_last:
             assert states is not None
@@ -271,14 +285,21 @@ def probe_of(hf_model: Any, stage: OwnStage) -> tuple[torch.Tensor, torch.Tensor
 
 
 def choose_stage_loop(
-    hf_model: Any, holder: AttendHolder, stage: OwnStage, part: Part, *, lean: bool
+    hf_model: Any,
+    holder: AttendHolder,
+    stage: OwnStage,
+    part: Part,
+    *,
+    lean: bool,
+    tokens: TokenDivision = WHOLE,
 ) -> tuple[Loop, tuple[str, ...]]:
     """Return the fastest loop that gives the numbers of transformers' own layers, and a note on it.
 
     Args:
         lean: False for transformers' own forward.
     """
-    generic = TransformersStage(hf_model, stage, holder)
+    generic = TransformersStage(hf_model, stage, holder, tokens)
+    _compare(hf_model, generic, holder, stage, tokens)
     where = f"layers {stage.first} to {stage.end - 1} of {stage.total}"
     if not lean or own_attention.is_bound(hf_model):
         reason = "the decoder is one of ours that is as short" if lean else "asked for by lean = false"
@@ -288,15 +309,39 @@ def choose_stage_loop(
 
     def run(loop: Loop) -> torch.Tensor:
         with torch.no_grad(), holder.serving(plain_attend, plain_advance):
-            return loop(*probe[:2], None, probe[2], None)
+            return loop(*probe[:2], None, probe[2], None).float()
 
     try:
-        candidate = LeanStage(hf_model, stage, part)
-        expected, found = run(generic).float(), run(candidate).float()
-        difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+        candidate, expected = LeanStage(hf_model, stage, part, tokens), run(generic)
+        difference = _difference(run(candidate), expected)
     except Exception as error:  # an unknown family may fail in any way; the note says how
         return generic, (f"transformers' own forward over {where}: {type(error).__name__}: {error}",)
     if math.isnan(difference) or difference > TOLERANCES.get(hf_model.dtype, 5e-2):
         return generic, (f"transformers' own forward over {where}: the lean loop differs by {difference:.1e}",)
     generic.remove()
     return candidate, (f"lean loop over {where}, checked against transformers ({difference:.1e})",)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest number that is expected."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+
+
+def _compare(hf_model: Any, loop: Loop, holder: AttendHolder, stage: OwnStage, tokens: TokenDivision) -> None:
+    """Compare a stage whose ranks divide the tokens of a few with one whose ranks have all of them.
+
+    Raises:
+        ModelError: if they give other numbers.
+    """
+    if not tokens.divides:
+        return
+    probe = probe_of(hf_model, stage)
+    with torch.no_grad(), holder.serving(plain_attend, plain_advance):
+        found = loop(*probe[:2], None, probe[2], None).float()
+    with torch.no_grad(), holder.serving(plain_attend, plain_advance), tokens.left_whole():
+        expected = loop(*probe[:2], None, probe[2], None).float()
+    if not _difference(found, expected) <= TOLERANCES.get(hf_model.dtype, 5e-2):
+        raise ModelError(
+            f"parallel.sequence = true: {type(hf_model).__name__} gives other numbers with divided tokens",
+            fix="set parallel.sequence = false",
+        )

@@ -107,11 +107,17 @@ class DecoderModel:
         stage = own_stage.own_stage(self.hf_model, context.own_stage)
         if stage is not None:
             self._loop, loop_notes = own_stage.choose_stage_loop(
-                self.hf_model, self._holder, stage, self._parts[0], lean=options.lean
+                self.hf_model, self._holder, stage, self._parts[0], lean=options.lean, tokens=built.tokens
             )
         else:
             self._loop, loop_notes = choose_loop(
-                self.hf_model, self._holder, self._head, self._parts, lean=options.lean, known=self._origin.lean
+                self.hf_model,
+                self._holder,
+                self._head,
+                self._parts,
+                lean=options.lean,
+                known=self._origin.lean,
+                tokens=built.tokens,
             )
             keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self._origin.lean = isinstance(self._loop, LeanLoop)

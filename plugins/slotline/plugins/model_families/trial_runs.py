@@ -21,6 +21,7 @@ from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.logits import head_of
 from slotline.plugins.model_families.tensor_parallel.collectives import install
 from slotline.plugins.model_families.tensor_parallel.division import divide
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision
 from slotline.plugins.model_families.trial_cache import TrialCache
 from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.contracts.model_family import Shard
@@ -72,12 +73,12 @@ def generated(model: Any, length: int) -> tuple[list[int], Trace]:
     return result.sequences[0].tolist(), trace
 
 
-def _keeping(trace: Trace, number: int, *, only_new: bool) -> Any:
+def _keeping(trace: Trace, number: int, *, only_new: bool, tokens: TokenDivision = WHOLE) -> Any:
     def keep(_module: Any, _args: Any, output: Any) -> None:
         states = output if isinstance(output, torch.Tensor) else output[0]
         if isinstance(states, torch.Tensor) and states.ndim == 3:
             before = trace.layers.setdefault(number, [])
-            rows = states[0].detach().float().clone()
+            rows = tokens.whole(states)[0].detach().float().clone()
             known = sum(map(len, before))
             before.append(rows[known:] if only_new and 1 < known < len(rows) else rows)
 
@@ -108,15 +109,17 @@ def ours(
     state_mixers.bind(model, seen.state_layers, holder)
     rope.freeze(model, PROMPTS[0] + NEW)
     temperature.settle(model, PROMPTS[0] + NEW)
-    if joined is not None:
+    own = WHOLE
+    if shard is not None and joined is not None:
         assert communicator is not None
-        install(model, joined, communicator)
-    loop, head, cache = loops.plain_loop(model), head_of(model, vetted=found.is_vetted), TrialCache()
+        names = [*(layer.name for layer in seen.layers), *(layer.name for layer in seen.state_layers)]
+        own = install(model, joined, communicator, mixing=names if shard.sequence else None)
+    loop, head, cache = loops.plain_loop(model, own), head_of(model, vetted=found.is_vetted), TrialCache()
     counts = [0] * len(texts)
     traces = [Trace() for _ in texts]
     whole = Trace()
     for number, layer in enumerate(getattr(model.base_model, "layers", ())):
-        layer.register_forward_hook(_keeping(whole, number, only_new=False))
+        layer.register_forward_hook(_keeping(whole, number, only_new=False, tokens=own))
     for step in _steps():
         tokens = torch.tensor([t for r, n in step for t in texts[r][0][counts[r] : counts[r] + n]])
         places = torch.tensor([p for r, n in step for p in range(counts[r], counts[r] + n)])

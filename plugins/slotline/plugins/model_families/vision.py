@@ -26,6 +26,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         single_adapter=Flag(True),
         staged_adapters=Flag(True),
         tensor=Max(),
+        sequence=Flag(True),
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -158,7 +158,7 @@ def all_reduce_special(run: Run) -> None:
     cost=0.3,
 )
 def all_reduce_invariant(run: Run) -> None:
-    """A number's sum has the same bits alone, at any place, beside any others and in any shape."""
+    """A number's sum has the same bits alone, at any place, beside any others, in any shape and by `reduce_scatter`."""
     size = run["ranks"]
     for number, dtype in enumerate(dtypes_of(run.subject)):
         xs = random_tensors(run, size, (4096,), dtype, number)
@@ -183,6 +183,13 @@ def all_reduce_invariant(run: Run) -> None:
         for what, one, other in pairs:
             if not same_bits(one.contiguous(), other.contiguous()):
                 raise Failed(f"{what} ({dtype}): other bits than in the whole tensor")
+        scattered = torch.cat(group.perform(_part_of_sum, [x[: 1024 * size].clone() for x in xs]))
+        if not same_bits(scattered, whole[: 1024 * size].contiguous()):
+            raise Failed(f"reduce_scatter ({dtype}): other bits than all_reduce gives")
+
+
+def _part_of_sum(joined: Joined, x: torch.Tensor) -> torch.Tensor:
+    return joined.communicator.reduce_scatter(x.to(joined.device)).cpu()
 
 
 def _sums(joined: Joined, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[torch.Tensor]:

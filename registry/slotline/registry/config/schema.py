@@ -195,6 +195,12 @@ class ParallelConfig:
         validator=at_least(1),
         metadata=_doc("ranks that share each layer: heads, intermediate sizes and the vocabulary are divided"),
     )
+    sequence: bool = field(
+        default=False,
+        metadata=_doc(
+            "ranks of a tensor group add and norm the hidden states of their own tokens alone (sequence parallel)"
+        ),
+    )
     data: int = field(
         default=1,
         validator=at_least(1),

@@ -28,7 +28,7 @@ class CommunicatorCapabilities:
         max_ranks: most ranks of a group.
         graphs: the batches whose collectives can be captured in a graph.
         batch_invariant: with `CommunicatorContext.batch_invariant`, each number of a sum is bitwise the same whatever
-            the other numbers and the shape of the tensor are.
+            the other numbers and the shape of the tensor are, by `all_reduce` as by `reduce_scatter`.
         priority: the communicator with the highest one that fits is chosen.
     """
 

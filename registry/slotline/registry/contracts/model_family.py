@@ -108,6 +108,8 @@ class ModelFamilyCapabilities:
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
         expert_replicas: so can replicas with tokens of their own, as `Shard.own_tokens` says.
         overlap: its models have `MixtureModel.forward_pieces`.
+        sequence: ranks of a tensor group can add and norm hidden states of their own tokens alone, as `Shard.sequence`
+            says. `inspect` refuses models where they cannot.
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
         token_types: models of checkpoints with several `ModelFacts.token_types` are `TypedModel`s.
     """
@@ -131,6 +133,7 @@ class ModelFamilyCapabilities:
     overlap: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
     token_types: Flag = Flag(False)
+    sequence: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -146,6 +149,7 @@ class Shard:
         count_experts: the model counts the tokens of each expert.
         own_tokens: each rank has tokens of its own, any number. Then only mixtures are divided, by whole experts, and
             the model has `MixtureModel.idle_experts`.
+        sequence: between attention and MLPs, a rank has hidden states of its own tokens alone.
     """
 
     rank: int
@@ -154,6 +158,7 @@ class Shard:
     redundant_experts: int = 0
     count_experts: bool = False
     own_tokens: bool = False
+    sequence: bool = False
 
 
 @frozen(kw_only=True)
@@ -372,7 +377,8 @@ class Model(Protocol):
                 the state contract). Returns its output, one row per token. Given only if `facts` has state layers.
             tap: called before each decoder layer as ``tap(index, hidden_states)``, with index from 0 and hidden_states
                 [num_tokens, hidden_size] the residual stream that the layer adds to. It copies the values that it
-                keeps. Given only to a family that declares `taps`, and only if a drafter needs it.
+                keeps. Given only to a family that declares `taps`, and only if a drafter needs it. If it has
+                `layer_ids`, it reads only the inputs of these layers.
             fast_prefill: True to run the trailing layers that read other layers' caches (after the last layer that owns
                 one) only for the `wanted` tokens. `attend` is called for them with query, key and value of these n
                 tokens, and not at all if n is 0. Given only to a family that declares it, with `wanted` and without

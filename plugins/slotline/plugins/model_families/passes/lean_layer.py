@@ -22,6 +22,7 @@ from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.residuals import Residuals, residuals_of
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
+from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision, only_gathers
 
 KNOWN = CACHES | {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """The arguments that the short forward understands; a mask and a cache only as None."""
@@ -50,7 +51,14 @@ def norms_of(layer: nn.Module, residuals: Residuals) -> Norms:
 
 
 class LeanLayer:
-    """The short forward of one decoder layer."""
+    """The short forward of one decoder layer.
+
+    Attributes:
+        tokens: division of a step's tokens among ranks. Where they are divided, all but attention and the products of
+            the MLP work on a rank's own.
+    """
+
+    tokens: TokenDivision = WHOLE
 
     def __init__(self, layer: nn.Module, norms: Norms, residuals: Residuals) -> None:
         self._layer: Any = layer
@@ -115,32 +123,32 @@ class LeanLayer:
         *,
         owned: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        children, residuals = self._layer._modules, self._residuals
+        children, residuals, tokens = self._layer._modules, self._residuals, self.tokens
         attention, mlp = children["self_attn"], children["mlp"]
         before, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self._norms]
         attending = wanted if wanted is not None and attention.forward.takes_wanted() else None
-        if normed is None and residuals.keeps(hidden_states):
+        if normed is None and not tokens.divided and residuals.keeps(hidden_states):
             attended = attention.forward.attended(hidden_states, embeddings, options, before, attending)
         else:
             if normed is None:
                 normed = hidden_states if before is None else before.forward(hidden_states)
-            attended = attention.forward.attended(normed, embeddings, options, None, attending)
+            attended = attention.forward.attended(tokens.whole(normed), embeddings, options, None, attending)
         if attended is None:
             return None
         mixed = attended[0]
         if wanted is not None:
             mixed = mixed if attending is not None else mixed[:, wanted]
-            hidden_states = hidden_states[:, wanted]
+            hidden_states = tokens.some(hidden_states, wanted)
         o_proj = attention._modules["o_proj"]
         gated_mlp = gated_of(mlp)
         normed = None
         in_place = residuals.keeps(hidden_states) or (owned and residuals.overwrites(hidden_states))
-        if after is None and in_place:
+        if after is None and in_place and not tokens.divided:
             hidden_states = residuals.add(o_proj, mixed, hidden_states, None)
             gated = gated_mlp(hidden_states, before_mlp)  # type: ignore[misc]
         else:
             hidden_states, normed = residuals.add_and_norm(o_proj, mixed, hidden_states, after, before_mlp)
-            gated = gated_mlp(normed)  # type: ignore[misc]
+            gated = gated_mlp(tokens.whole(normed))  # type: ignore[misc]
         if gated is None:  # its projections were replaced
             if normed is None:
                 normed = hidden_states if before_mlp is None else before_mlp.forward(hidden_states)
@@ -169,7 +177,7 @@ def is_lean(layer: nn.Module, norms: Norms, residuals: Residuals) -> bool:
     for name in norms:
         if name is not None and not is_kernel_norm(children.get(name)):
             return False
-    if attention._forward_hooks or attention._forward_pre_hooks or mlp._forward_hooks or mlp._forward_pre_hooks:  # type: ignore[union-attr]
+    if not only_gathers(attention) or not only_gathers(mlp):  # type: ignore[arg-type]
         return False
     for linear in (attention._modules.get("o_proj"), mlp._modules.get("down_proj")):  # type: ignore[union-attr]
         if type(linear) is not residuals.linear:

@@ -39,6 +39,7 @@ def check(found: Checkpoint, shard: Shard, state: Mapping[str, torch.Tensor] | N
         NegotiationError: naming the first layer and position that differ.
     """
     shared = " with tokens of their own" if shard.own_tokens else " with whole experts" if shard.experts else ""
+    shared += " and divided tokens" if shard.sequence else ""
     kind = f" on {shard.size} ranks{shared}"
     return self_check.kept(found, lambda: _compare(found, shard, state), kind)
 
@@ -83,7 +84,7 @@ def _refusal(said: str, found: Checkpoint) -> NegotiationError:
 def _of_ranks(found: Checkpoint, reference: Any, texts: list[Any], size: int, like: Shard) -> list[trial_runs.Trace]:
     @torch.no_grad()
     def run(shard: Shard, communicator: Communicator) -> list[trial_runs.Trace]:
-        part = evolve(shard, experts=like.experts, own_tokens=like.own_tokens)
+        part = evolve(shard, experts=like.experts, own_tokens=like.own_tokens, sequence=like.sequence)
         return trial_runs.ours(found, reference, texts, part, communicator)
 
     return threads.run(size, run)[0]

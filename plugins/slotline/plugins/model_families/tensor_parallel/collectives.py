@@ -6,30 +6,53 @@ module. An adapter's product joins before the hook.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from slotline.plugins.model_families.tensor_parallel import norms
+from slotline.plugins.model_families.tensor_parallel import norms, sequence
 from slotline.plugins.model_families.tensor_parallel.expert_routing import OwnTokens, SameTokens
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
+from slotline.plugins.model_families.tensor_parallel.token_division import TokenDivision
 from slotline.registry.contracts.communicator import Communicator
 
 __all__ = ["Joined", "install"]
 
 
-def install(hf_model: nn.Module, joined: Joined, communicator: Communicator, *, fused: bool = False) -> None:
+def install(
+    hf_model: Any,
+    joined: Joined,
+    communicator: Communicator,
+    *,
+    fused: bool = False,
+    mixing: Collection[str] | None = None,
+) -> TokenDivision:
     """Let the modules' outputs be joined.
 
     Args:
         fused: whether our kernels may be used.
+        mixing: names of the layers that mix tokens, if hidden states are divided by tokens. None if they are whole.
+
+    Returns:
+        What divides the tokens of a step.
+
+    Raises:
+        NegotiationError: if hidden states cannot be divided.
     """
+    tokens, places = TokenDivision(), dict[str, str]()
+    if mixing is not None:
+        tokens, found = TokenDivision(communicator), sequence.branches(hf_model, joined, mixing)
+        places = {branch.inner: branch.outer for branch in found if branch.inner is not None}
+        sequence.attach(hf_model, found, tokens)
+    for name in joined.within:
+        hf_model.get_submodule(name).register_forward_hook(partial(_sum, communicator.all_reduce))
     for name in joined.summed:
-        hf_model.get_submodule(name).register_forward_hook(partial(_sum, communicator))
-    for name, (start, end) in joined.embeddings.items():
-        _VocabularyPart(start, end, communicator).attach(hf_model.get_submodule(name))
+        join = tokens.sum if name in places else communicator.all_reduce
+        hf_model.get_submodule(places.get(name, name)).register_forward_hook(partial(_sum, join))
+    _join_embeddings(hf_model, joined, communicator, tokens)
     for name, size in joined.gathered.items():
         hf_model.get_submodule(name).register_forward_hook(partial(_gather, communicator, size))
     form = OwnTokens if joined.own_tokens else SameTokens
@@ -37,12 +60,22 @@ def install(hf_model: nn.Module, joined: Joined, communicator: Communicator, *, 
         module: Any = hf_model.get_submodule(name)
         module.forward = form(module, communicator, fused=fused)
     norms.connect(hf_model.get_submodule, joined.joining, communicator)
+    return tokens
 
 
-def _sum(communicator: Communicator, _module: nn.Module, _given: Any, out: Any) -> Any:
-    if isinstance(out, tuple):
-        return communicator.all_reduce(out[0].contiguous()), *out[1:]
-    return communicator.all_reduce(out.contiguous())
+def _join_embeddings(hf_model: Any, joined: Joined, communicator: Communicator, tokens: TokenDivision) -> None:
+    """Let embeddings be joined. Those before the first layer are of own tokens where these are divided."""
+    first = hf_model.base_model._modules.get("embed_tokens") if tokens.divides else None
+    for name, (start, end) in joined.embeddings.items():
+        module = hf_model.get_submodule(name)
+        _VocabularyPart(start, end, tokens.sum if module is first else communicator.all_reduce).attach(module)
+        first = None if module is first else first
+    if first is not None:
+        first.register_forward_hook(lambda _module, _given, out: tokens.own(out) if tokens.divided else out)
+
+
+def _sum(join: Callable[[torch.Tensor], torch.Tensor], _module: nn.Module, _given: Any, out: Any) -> Any:
+    return (join(out[0].contiguous()), *out[1:]) if isinstance(out, tuple) else join(out.contiguous())
 
 
 def _gather(communicator: Communicator, size: int, _module: nn.Module, _given: Any, out: torch.Tensor) -> torch.Tensor:
@@ -53,8 +86,8 @@ def _gather(communicator: Communicator, size: int, _module: nn.Module, _given: A
 class _VocabularyPart:
     """Hooks of an embedding that has the tokens `start` .. `end` - 1."""
 
-    def __init__(self, start: int, end: int, communicator: Communicator) -> None:
-        self._start, self._end, self._communicator = start, end, communicator
+    def __init__(self, start: int, end: int, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._start, self._end, self._join = start, end, join
 
     def attach(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self._before)
@@ -68,4 +101,4 @@ class _VocabularyPart:
     def _after(self, module: nn.Module, _given: Any, out: torch.Tensor) -> torch.Tensor:
         outside: Any = module.slotline_outside
         del module.slotline_outside
-        return self._communicator.all_reduce(out.masked_fill(outside[..., None], 0.0))
+        return self._join(out.masked_fill(outside[..., None], 0.0))

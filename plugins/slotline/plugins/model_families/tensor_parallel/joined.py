@@ -17,6 +17,7 @@ class Joined:
 
     Attributes:
         summed: whose outputs are parts of a sum.
+        within: the same, of a sum that a mixer makes on its way.
         embeddings: number of the first token and end of those whose embeddings a rank has.
         gathered: output projections by the number of all their outputs. Each rank gives as many, the last ones padding.
         joining: modules of ours that call the communicator themselves.
@@ -29,6 +30,7 @@ class Joined:
     """
 
     summed: list[str] = field(factory=list)
+    within: list[str] = field(factory=list)
     embeddings: dict[str, tuple[int, int]] = field(factory=dict)
     gathered: dict[str, int] = field(factory=dict)
     joining: list[str] = field(factory=list)

@@ -72,7 +72,8 @@ def _mamba1(work: Work, name: str, module: Any) -> None:
     cut = plain(module.intermediate_size)
     work.outputs(f"{name}.in_proj", module.in_proj, Cut(cut.sections * 2))
     work.convolution(f"{name}.conv1d", module.conv1d, cut)
-    work.inputs(f"{name}.x_proj", module.x_proj, cut)
+    work.inputs(f"{name}.x_proj", module.x_proj, cut, joined=False)
+    work.joined.within.append(f"{name}.x_proj")
     work.outputs(f"{name}.dt_proj", module.dt_proj, cut)
     for one in ("A_log", "D"):
         work.tensor(name, module, one, cut)
