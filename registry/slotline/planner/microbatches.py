@@ -43,6 +43,8 @@ def choose_microbatches(
         texts.append(f"{facts.architecture} keeps states, and a state is advanced once in a step")
     if any(layer.attention_type != "decoder" for layer in facts.layers):
         texts.append(f"{facts.architecture} has layers whose tokens see later ones, or an encoder's")
+    if facts.position_axes > 1:
+        texts.append(f"{facts.architecture} has positions on several axes, which are given for whole steps")
     if lora is not None:
         texts.append(f"lora.name = {lora.name!r}: adapters are planned for all tokens of a step")
     if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):

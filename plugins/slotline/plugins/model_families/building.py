@@ -24,7 +24,7 @@ from slotline.plugins.model_families import (
     state_mixers,
     temperature,
 )
-from slotline.plugins.model_families.decoder import SERVED
+from slotline.plugins.model_families.decoder import VETTED
 from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.quantized.division import divide_quantized
 from slotline.plugins.model_families.saved_model import Origin
@@ -169,7 +169,7 @@ def _self_checked(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
     Raises:
         ModelError: if it gives other numbers.
     """
-    if type(hf_model).__name__ in SERVED:
+    if type(hf_model).__name__ in VETTED:
         return ()
     state = None if context.weights is not None else hf_model.state_dict()
     found = checkpoint.read(context.facts.path, quantized=context.weights is not None)

@@ -11,7 +11,7 @@ from attrs import frozen
 from transformers import CONFIG_MAPPING
 
 from slotline.plugins.model_families import composite, rope_fields, sentence_transformers, tried
-from slotline.plugins.model_families.decoder import CLASSIFIERS, EMBEDDERS, GENERATING, OWN_ATTENTION, SERVED
+from slotline.plugins.model_families.decoder import CLASSIFIERS, EMBEDDERS, GENERATING, OWN_ATTENTION, SERVED, VETTED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS
@@ -58,7 +58,7 @@ class Checkpoint:
     @property
     def is_vetted(self) -> bool:
         """True if the tests compare this architecture with transformers, so that no check at load is needed."""
-        return self.model_class.__name__ in SERVED
+        return self.model_class.__name__ in VETTED
 
     @property
     def stored_class(self) -> Any:

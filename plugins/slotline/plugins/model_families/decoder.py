@@ -100,6 +100,12 @@ CLASSIFIERS: tuple[str, ...] = (
 GENERATING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *OWN_ATTENTION, *STATE_ARCHITECTURES)
 SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS)
 
+INNER: tuple[str, ...] = ("Qwen2VLForCausalLM", "Qwen2_5_VLForCausalLM", "Qwen3VLForCausalLM")
+"""Decoders that are found only inside models with vision. The names are those of `causal.causal_class`."""
+
+VETTED: tuple[str, ...] = (*SERVED, *INNER)
+"""Decoders that the tests compare with transformers."""
+
 
 @frozen(kw_only=True)
 class DecoderOptions:

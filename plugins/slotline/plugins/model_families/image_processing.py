@@ -29,13 +29,9 @@ class ImageProcessing:
     def __init__(self, path: Path, modality: Modality) -> None:
         try:
             from PIL import Image
-            from transformers import AutoProcessor
 
             self._image: Any = Image
-            self._processor: Any = AutoProcessor.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-            self._token = self._processor.image_token
+            self._processor: Any = self._read(path)
         except Exception as error:  # transformers raises many kinds, by file and version
             if code := remote_code(path, "AutoProcessor", "AutoImageProcessor", "AutoTokenizer"):
                 raise ModelError(
@@ -49,6 +45,19 @@ class ImageProcessing:
             ) from error
         self._modality = modality
 
+    def _read(self, path: Path) -> Any:
+        """Return the processor of a folder."""
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        self._token = processor.image_token
+        return processor
+
+    def _processed(self, image: Any) -> tuple[list[int], Any]:
+        """Return the tokens and the inputs of an image."""
+        found = self._processor(text=self._token, images=[image], return_tensors="pt", add_special_tokens=False)
+        return found["input_ids"].reshape(-1).tolist(), found
+
     def process(self, image: Any) -> ProcessedItem:
         """Return the inputs and the expansion of an image: a PIL image or an array [height, width, 3] of 0 to 255.
 
@@ -60,7 +69,7 @@ class ImageProcessing:
                 f"image={image!r:.60} is no image", fix="open it first, with PIL.Image.open, and give the image"
             )
         try:
-            found = self._processor(text=self._token, images=[image], return_tensors="pt", add_special_tokens=False)
+            token_ids, found = self._processed(image)
         except Exception as error:  # a processor may raise anything on what is no image
             raise RequestError(
                 f"image={image!r:.60} cannot be read by {type(self._processor).__name__}: {error}",
@@ -68,7 +77,7 @@ class ImageProcessing:
             ) from error
         return ProcessedItem(
             modality=self._modality.name,
-            token_ids=found["input_ids"].reshape(-1).tolist(),
+            token_ids=token_ids,
             inputs={n: value for n, value in found.items() if n not in _TEXT and isinstance(value, torch.Tensor)},
         )
 

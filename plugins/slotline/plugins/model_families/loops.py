@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Tap
 
 Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, "Tap | None"], torch.Tensor]
-"""(input_ids, positions, wanted, inputs_embeds, tap) to hidden states."""
+"""(input_ids, positions, wanted, inputs_embeds, tap) to hidden states. Positions may be [axes, num_tokens]."""
 
 PROBE_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -60,7 +60,7 @@ class TransformersLoop:
         `inputs_embeds` [num_tokens, hidden_size] replace the embeddings of input_ids. `tap` is called before each
         layer.
         """
-        given = {"position_ids": positions.unsqueeze(0)} | self._options
+        given = {"position_ids": positions.unsqueeze(-2)} | self._options
         if inputs_embeds is None:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
@@ -148,7 +148,7 @@ class LeanLoop:
 
     def _position_embeddings(self, part: Part, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
         """Return the (cos, sin) of each of the part's layers, [1, num_tokens, rotary_size] each."""
-        position_ids = positions.unsqueeze(0)  # [1, num_tokens]
+        position_ids = positions.unsqueeze(-2)  # [1, num_tokens] or [axes, 1, num_tokens]
         rotary = self._base._modules[part.rotary]
         if not self._layer_types:
             return [rotary(hidden_states, position_ids)] * (part.end - part.first)

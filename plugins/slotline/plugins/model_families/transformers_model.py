@@ -22,7 +22,7 @@ from slotline.plugins.model_families import (
     tried,
 )
 from slotline.plugins.model_families.adapters import Adaptation
-from slotline.plugins.model_families.decoder import SERVED, DecoderOptions
+from slotline.plugins.model_families.decoder import VETTED, DecoderOptions
 from slotline.plugins.model_families.fast_prefill import keep_wanted
 from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
@@ -100,7 +100,7 @@ class DecoderModel:
         self._parts = own_stage.parts_of(self.hf_model, context)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
-        vetted = type(self.hf_model).__name__ in SERVED
+        vetted = type(self.hf_model).__name__ in VETTED
         has_head = self.pooler is None and own_stage.gives_logits(self.hf_model, context.own_stage)
         self._head = head_of(self.hf_model, vetted=vetted) if has_head else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
@@ -139,10 +139,13 @@ class DecoderModel:
         tap: Tap | None = None,
         fast_prefill: bool = False,
         received: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward` and `StageModel.forward`."""
         if received is not None:
             inputs_embeds = received
+        if position_offsets is not None:
+            positions = positions + position_offsets  # [axes, num_tokens]
         if fast_prefill:
             with self._holder.serving(attend, advance, wanted):
                 return self._loop(input_ids, positions, None, inputs_embeds, tap)[0]  # [n, hidden_size]

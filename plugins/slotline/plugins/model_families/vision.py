@@ -6,7 +6,10 @@ from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
-ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration")
+GRIDS: tuple[str, ...] = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""Models whose images have sizes of their own, and whose rotary embeddings read a time, a row and a column."""
+
+ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration", *GRIDS)
 """Every one is compared with transformers' own text by the tests. They have one shape: an encoder with a projector, and
 a decoder that reads its embeddings in the place of placeholder tokens, under plain causal attention."""
 

@@ -12,15 +12,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import evolve
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from slotline.plugins.model_families import binding, checkpoint, inspection, loading, weight_sizes
+from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.grid_images import AXES, GridProcessing, grid_positions
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -49,6 +53,7 @@ class TransformersVision(TransformersDecoder):
             num_parameters=facts.num_parameters + size,
             parts=facts.parts and evolve(facts.parts, embedding=facts.parts.embedding + size),
             modalities=(Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id)),),
+            position_axes=AXES if found.architecture in GRIDS else 1,
         )
 
     def load(self, context: ModelContext) -> VisionModel:
@@ -62,9 +67,21 @@ class VisionModel(DecoderModel):
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
         (modality,) = context.facts.modalities
-        self._processing = ImageProcessing(context.facts.path, modality)
+        self._image_token = modality.placeholder_token_id
+        self._processing = self._processing_of(modality)
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
         self._arguments = inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
+
+    def _processing_of(self, modality: Modality) -> ImageProcessing:
+        if self.facts.architecture not in GRIDS:
+            return ImageProcessing(self.facts.path, modality)
+        return GridProcessing(self.facts.path, modality, self.hf_model.encoder.visual.spatial_merge_size)
+
+    def axis_positions(
+        self, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """See `slotline.registry.contracts.model_family.MultimodalModel.axis_positions`."""
+        return grid_positions(self.hf_model.encoder, self._image_token, token_ids, items)
 
     def process(self, modality: str, item: Any) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
@@ -113,6 +130,9 @@ def _decoder_of(found: Checkpoint) -> Checkpoint:
         ModelError: if this family does not support the decoder.
     """
     text = found.config.text_config
+    if found.architecture in GRIDS:
+        model_class = causal_class(MODEL_MAPPING[type(text)])
+        return evolve(found, architecture=model_class.__name__, model_class=model_class, config=text)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     name = "none" if model_class is None else model_class.__name__
     if name not in DECODERS:

@@ -36,8 +36,10 @@ class StepEmbeds:
         following: returns those of the tokens that follow its tokens, for drafters that look one token ahead. None if
             they take none. The token after a request's last token of the step is among them if it belongs to an item
             of the step.
+        offsets: [position_axes, num_padded_tokens] int64, on their way to the device. None if the model has one axis.
     """
 
     embeds: Embeds | None
     states: torch.Tensor | None
     following: Callable[[], Embeds | None]
+    offsets: torch.Tensor | None = None

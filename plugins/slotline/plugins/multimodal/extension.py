@@ -173,8 +173,12 @@ class CrossAttentionExtension(MultimodalExtension):
 
 
 def build(context: ExtensionContext) -> MultimodalExtension:
-    """Build the extension, with cross-attention if the model has it."""
+    """Build the extension, with cross-attention or several position axes if the model has them."""
     parts: Parts = context.parts
+    if parts.planned.facts.position_axes > 1:
+        from slotline.plugins.multimodal.axes import AxesExtension
+
+        return AxesExtension(parts)
     crossing = any(group.fixed_len is not None for group in parts.groups)
     return CrossAttentionExtension(parts) if crossing else MultimodalExtension(parts)
 

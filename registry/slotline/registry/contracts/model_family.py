@@ -265,6 +265,8 @@ class ModelFacts:
             wait and cannot be captured in a graph.
         mixtures: number of experts of each mixture whose experts ranks can share, in order.
         token_types: number of types that a token can have, such as that of a pair's first or second text.
+        position_axes: number of positions that the rotary embeddings read of each token. Above 1, `load` returns a
+            `MultimodalModel` with `axis_positions`, whose forward takes `position_offsets`.
     """
 
     architecture: str
@@ -288,6 +290,7 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
     mixtures: tuple[int, ...] = ()
     token_types: int = 1
+    position_axes: int = 1
 
 
 @frozen(kw_only=True)
@@ -563,6 +566,24 @@ class MultimodalModel(Model, Protocol):
         """
         ...
 
+    def axis_positions(
+        self, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]
+    ) -> tuple[np.ndarray[Any, Any], int]:
+        """Return the rotary positions of a prompt. Called only if `ModelFacts.position_axes` is above 1.
+
+        This is host work, done once for each request with items. In a request without items all axes are equal to the
+        token's place.
+
+        Args:
+            token_ids: [n], the prompt as the model reads it.
+            items: modality and `inputs` of each item, in the prompt's order.
+
+        Returns:
+            The positions [position_axes, n] int64, and the difference between the positions of each token after the
+            prompt and its place, the same on all axes.
+        """
+        ...
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -575,6 +596,7 @@ class MultimodalModel(Model, Protocol):
         tap: Tap | None = None,
         fast_prefill: bool = False,
         encoder_states: torch.Tensor | None = None,
+        position_offsets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a step like `Model.forward`, with embeddings in place of token ids if given.
 
@@ -584,6 +606,10 @@ class MultimodalModel(Model, Protocol):
         `encoder_states` [n, hidden_size] are passed only to a model with a `Modality.cross`, and only in steps in which
         requests begin. They are the embeddings of these requests' items, concatenated. Layers of type ``cross`` call
         `attend` with the n keys and values computed from them, and with no keys and values in other steps.
+
+        `position_offsets` [position_axes, num_tokens] int64 are passed only to a model with several position axes.
+        Their sum with `positions` gives the positions of the rotary embeddings. Captured graphs include the sum, since
+        only `positions` are advanced and corrected on the device.
         """
         ...
 

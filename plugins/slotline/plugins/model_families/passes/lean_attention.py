@@ -92,7 +92,10 @@ class LeanForward:
             attended = self.attended(hidden_states, position_embeddings, others)
             if attended is not None:
                 return self._module.o_proj(attended[0]), attended[1]
-        return self._original(hidden_states, position_embeddings, attention_mask, *args, **options)
+        if args:
+            return self._original(hidden_states, position_embeddings, attention_mask, *args, **options)
+        options |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+        return self._original(hidden_states, **options)  # by name, since their order is not the same everywhere
 
     def attended(
         self,
@@ -281,7 +284,7 @@ def _facts(module: Any, rotary: Any, recorder: Recorder, target: Target) -> dict
     hidden, embeddings = probe(module, rotary, target)
     if not isinstance(embeddings, tuple):
         return None  # not cosines and sines: Llama 4 turns by complex numbers
-    expected, _ = module.forward(hidden, embeddings, None)
+    expected, _ = module.forward(hidden, position_embeddings=embeddings, attention_mask=None)
     query, key, value, options = recorder.calls.pop()
     for rotary_size in (embeddings[0].shape[-1], 2 * embeddings[0].shape[-1]):
         if rotary_size <= module.head_dim:

@@ -33,7 +33,8 @@ class LeanRotary:
         """Compute the original's result: cosines and sines [batch, num_tokens, width] in x's dtype."""
         prefix = "" if layer_type is None else f"{layer_type}_"
         frequencies = self._module._buffers.get(f"{prefix}inv_freq")
-        if frequencies is None or x.dtype != self._dtype or frequencies.dtype != torch.float32:
+        plain = position_ids.ndim == 2  # of one axis, which is what was compared
+        if not plain or frequencies is None or x.dtype != self._dtype or frequencies.dtype != torch.float32:
             return self._original(x, position_ids, *(() if layer_type is None else (layer_type,)))  # type: ignore[no-any-return]
         scaling = getattr(self._module, f"{prefix}attention_scaling")
         return self._angles(position_ids, frequencies, scaling, self._width, self._dtype)

@@ -1,0 +1,185 @@
+"""Images with positions on three axes through the whole engine: transformers' own text, however steps are cut."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_grids
+import torch
+from cli_cases import pretend_project_installed
+from engine_driver import GREEDY, recorded, recorded_items
+from repository import TESTS
+from tiny_grids import IMAGE, greedy_reference, image
+
+from slotline.core import LLM
+from slotline.registry.errors import NegotiationError, RequestError
+
+pytest.importorskip("PIL", reason="image processors need Pillow")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Engines = Callable[..., LLM]
+Asked = Sequence[tuple[str, Sequence[int]]]
+
+PROMPTS: Asked = [
+    (f"def {IMAGE} main(", [0]),
+    (f"class Row {IMAGE}{IMAGE} pass", [1, 0]),
+    ("import os, sys, json", []),
+    (f"The quick {IMAGE} jumps over the {IMAGE} word word word", [2, 2]),
+    (IMAGE, [3]),
+]
+KIB_PER_TOKEN = 4 * 2 * (16 + 16) * 4 // 1024
+
+
+@pytest.fixture(scope="module")
+def tiny_grid(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root, made = tmp_path_factory.mktemp("grids"), dict[str, Path]()
+
+    def get(name: str = tiny_grids.VARIANTS[0]) -> Path:
+        if name not in made:
+            made[name] = tiny_grids.build(name, root / name)
+        return made[name]
+
+    return get
+
+
+Grid = Callable[..., Path]
+
+
+def generate(llm: LLM, asked: Asked) -> list[Any]:
+    prompts = [{"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}} for text, seeds in asked]
+    return llm.generate(prompts, GREEDY, progress=False)
+
+
+def tokens(outputs: Sequence[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected(path: Path, asked: Asked) -> list[list[int]]:
+    return [greedy_reference(path, text, seeds, 20) for text, seeds in asked]
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("backend", "optimize"), [("torch", False), ("cpu", True)])
+@pytest.mark.parametrize("name", tiny_grids.VARIANTS)
+@pytest.mark.behaviour(12, 25, 65, 66)
+def test_a_batch_of_images_and_text_gives_transformers_tokens(
+    name: str, backend: str, optimize: bool, tiny_grid: Grid, engines: Engines
+) -> None:
+    path = tiny_grid(name)
+    llm = engines(path, backend=backend, optimize=optimize)
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+
+
+def test_the_text_depends_on_the_positions_of_rows_and_columns(
+    tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_grid()
+    llm = engines(path, **{"cache.prefix_caching": False})
+    model: Any = llm.engine.runner.model
+    forward = model.forward
+
+    def flat(*args: Any, position_offsets: torch.Tensor, **rest: Any) -> Any:
+        return forward(*args, position_offsets=torch.zeros_like(position_offsets), **rest)
+
+    monkeypatch.setattr(model, "forward", flat)
+    found, wanted = tokens(generate(llm, PROMPTS)), expected(path, PROMPTS)
+    assert [a == b for a, b in zip(found, wanted, strict=True)] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.behaviour(25, 66)
+def test_chunks_that_end_inside_images_give_transformers_tokens(
+    asynchronous: bool, tiny_grid: Grid, engines: Engines
+) -> None:
+    path = tiny_grid()
+    settings = {"scheduler.max_batched_tokens": 5, "cache.prefix_caching": False, "scheduler.async": asynchronous}
+    llm = engines(path, block_size=4, **settings)
+    with recorded(llm) as steps, recorded_items(llm) as items:
+        assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    assert any(
+        feature.start < end < feature.end
+        for step, of_step in zip(steps, items, strict=True)
+        for row, feature in of_step.features
+        for end in [int((step.num_computed + step.num_scheduled)[step.rows.tolist().index(row)])]
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.behaviour(66)
+def test_drafts_leave_the_text_as_it_is(asynchronous: bool, tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid()
+    settings = {"drafter.name": "ngram", "scheduler.max_batched_tokens": 12, "scheduler.async": asynchronous}
+    llm = engines(path, **settings)
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    counts = llm.engine.extension("drafts").counts
+    assert 0 < counts.accepted < counts.proposed
+
+
+def test_prefixes_with_the_same_image_are_shared(tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid()
+    llm = engines(path, block_size=4)
+    asked = [(f"a {IMAGE} b", [1]), (f"a {IMAGE} quite another text behind it", [1]), (f"a {IMAGE} b", [2])]
+    outputs = [generate(llm, [one])[0] for one in asked]
+    assert tokens(outputs) == expected(path, asked)
+    cached = [output.metrics.num_cached_tokens for output in outputs]
+    assert cached[1] > 6 > cached[2]  # a prefix that ends inside the image, or behind it
+
+
+@pytest.mark.parametrize(("prefix_caching", "asynchronous"), [(False, False), (True, True)])
+@pytest.mark.behaviour(25)
+def test_preempted_requests_give_transformers_tokens(
+    prefix_caching: bool, asynchronous: bool, tiny_grid: Grid, engines: Engines
+) -> None:
+    path = tiny_grid()
+    settings = {"cache.prefix_caching": prefix_caching, "scheduler.async": asynchronous}
+    settings |= {"scheduler.max_batched_tokens": 11}
+    llm = engines(path, block_size=4, memory=f"{72 * KIB_PER_TOKEN}KiB", **settings)
+    outputs = generate(llm, PROMPTS)
+    assert tokens(outputs) == expected(path, PROMPTS)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+def test_stages_give_transformers_tokens(tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid()
+    llm = engines(path, **{"parallel.pipeline": ("cpu", "cpu"), "scheduler.async": True})
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+
+
+def test_captured_steps_read_offsets_at_one_address(
+    tiny_grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_device"]:
+        monkeypatch.delitem(sys.modules, name)
+    pretend_project_installed(monkeypatch, tmp_path / "site", TESTS / "third_party" / "acme-device")
+    path = tiny_grid()
+    settings: dict[str, Any] = {"graphs.sizes": (1, 2, 4, 8), "observability.check_integrity": True}
+    llm = LLM(path, device="acme:0", dtype="float32", memory="16MiB", max_model_len=64, max_num_seqs=4, **settings)
+    graphs = llm.engine.graphs
+    assert graphs is not None
+    replayed, original = list[int](), graphs.replay
+
+    def remember(inputs: Any) -> Any:
+        replayed.append(inputs.num_tokens)
+        return original(inputs)
+
+    monkeypatch.setattr(graphs, "replay", remember)
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    assert len(replayed) > 20
+
+
+def test_images_without_a_token_between_them_are_refused(tiny_grid: Grid, engines: Engines) -> None:
+    llm = engines(tiny_grid())
+    with pytest.raises(RequestError, match="2 images are in 1 places") as caught:
+        generate(llm, [("a <|image_pad|><|image_pad|> b", [0, 1])])
+    assert "vision_start" in str(caught.value.fix)
+    with pytest.raises(RequestError, match="multi_modal_data has video; this model takes image"):
+        llm.generate({"prompt": "<|video_pad|>", "multi_modal_data": {"video": []}}, GREEDY)
+
+
+def test_microbatches_are_refused(tiny_grid: Grid, engines: Engines) -> None:
+    with pytest.raises(NegotiationError, match="positions on several axes"):
+        engines(tiny_grid(), **{"scheduler.microbatches": 2})

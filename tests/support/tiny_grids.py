@@ -1,0 +1,103 @@
+"""Tiny random checkpoints of the Qwen-VL family, and what transformers itself answers on images of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import tiny_vision
+import torch
+import transformers
+
+VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl")
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_SIZES = {name: value for name, value in tiny_models._SIZES.items() if name != "head_dim"} | {"vocab_size": 392}
+_PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+SHAPES: tuple[tuple[int, int], ...] = ((16, 24), (24, 16), (32, 16), (16, 16))
+"""Height and width of the image of each seed, over and over."""
+
+
+def image(seed: int) -> Any:
+    """A PIL image of noise, of a size that depends on the seed."""
+    return tiny_vision.image(seed, *SHAPES[seed % len(SHAPES)])
+
+
+def build(name: str, path: Path) -> Path:
+    """Write a random checkpoint with tokenizer and image processor into `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    tiny_models.build_tokenizer(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL)})
+    tokenizer.save_pretrained(path)
+    tokens = dict(zip(_SPECIAL, tokenizer.convert_tokens_to_ids(list(_SPECIAL)), strict=True))
+    ids = {
+        "image_token_id": tokens["<|image_pad|>"],
+        "video_token_id": tokens["<|video_pad|>"],
+        "vision_start_token_id": tokens["<|vision_start|>"],
+        "vision_end_token_id": tokens["<|vision_end|>"],
+    }
+    torch.manual_seed(0)
+    model = {"qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5}[name](ids)
+    tiny_models._widen(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    kind = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
+    kind(patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=32 * 32).save_pretrained(path)
+    return path
+
+
+def _qwen2(ids: dict[str, int]) -> Any:
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(
+        text_config={**_SIZES, "rope_parameters": _ROPE}, vision_config={**vision, **_PATCHES}, **ids
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5(ids: dict[str, int]) -> Any:
+    vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48}
+    vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**_SIZES, "rope_parameters": _ROPE}, vision_config={**vision, **_PATCHES}, **ids
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+@cache
+def _oracle(path: Path) -> tuple[Any, Any, Any]:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return model.eval(), tokenizer, transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+
+
+@cache
+def _answer(path: Path, text: str, seeds: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    model, tokenizer, processor = _oracle(path)
+    token, given = model.config.image_token_id, dict[str, Any]()
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if seeds:
+        found = processor(images=[image(seed) for seed in seeds], return_tensors="pt")
+        counts = iter((found["image_grid_thw"].prod(-1) // 4).tolist())
+        ids = [one for i in ids for one in [i] * (next(counts) if i == token else 1)]
+        given = {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
+    tokens = torch.tensor([ids])
+    if seeds:
+        given["mm_token_type_ids"] = (tokens == token).int()
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **given
+        )
+    return tuple(out[0, len(ids) :].tolist())
+
+
+def greedy_reference(path: Path, text: str, seeds: Sequence[int], max_tokens: int) -> list[int]:
+    """The tokens that transformers' greedy generation adds to a text with the images of these seeds."""
+    return list(_answer(path, text, tuple(seeds), max_tokens))
