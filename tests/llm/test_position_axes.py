@@ -12,7 +12,9 @@ import tiny_grids
 import torch
 from cli_cases import pretend_project_installed
 from engine_driver import GREEDY, recorded, recorded_items
-from repository import TESTS
+from repository import SUPPORT, TESTS
+from thread_ranks import ThreadRanks
+from tiny_engines import DEFAULTS
 from tiny_grids import IMAGE, greedy_reference, image
 
 from slotline.core import LLM
@@ -50,7 +52,9 @@ Grid = Callable[..., Path]
 
 
 def generate(llm: LLM, asked: Asked) -> list[Any]:
-    prompts = [{"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}} for text, seeds in asked]
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}} for text, seeds in asked
+    ]
     return llm.generate(prompts, GREEDY, progress=False)
 
 
@@ -108,15 +112,31 @@ def test_chunks_that_end_inside_images_give_transformers_tokens(
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.behaviour(66)
-def test_drafts_leave_the_text_as_it_is(asynchronous: bool, tiny_grid: Grid, engines: Engines) -> None:
+def test_drafts_leave_the_text_as_it_is(tiny_grid: Grid, engines: Engines) -> None:
     path = tiny_grid()
-    settings = {"drafter.name": "ngram", "scheduler.max_batched_tokens": 12, "scheduler.async": asynchronous}
-    llm = engines(path, **settings)
+    llm = engines(path, **{"drafter.name": "ngram", "scheduler.max_batched_tokens": 12})
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
     counts = llm.engine.extension("drafts").counts
     assert 0 < counts.accepted < counts.proposed
+
+
+@pytest.mark.behaviour(66)
+def test_rejected_drafts_of_a_step_in_flight_move_no_positions(
+    tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_grid()
+    settings: dict[str, Any] = {"drafter.name": "foreseeing", "drafter.tokens": 3, "drafter.adaptive": False}
+    settings |= {"plugins.inline": (f"{SUPPORT / 'device_drafter.py'}:Foreseeing",), "scheduler.async": True}
+    llm = engines(path, **settings, **{"scheduler.max_batched_tokens": 12})
+    prompts = [output.prompt_token_ids for output in generate(llm, PROMPTS)]
+    wanted, drafts = expected(path, PROMPTS), llm.engine.extension("drafts")
+    texts = {tuple(prompt): prompt + text for prompt, text in zip(prompts, wanted, strict=True)}
+    monkeypatch.setattr(type(drafts.drafting.drafter), "texts", texts)
+    before = drafts.counts.accepted
+    assert tokens(generate(llm, PROMPTS)) == wanted
+    assert drafts.counts.accepted - before > 20
+    assert drafts.counts.accepted < drafts.counts.proposed
 
 
 def test_prefixes_with_the_same_image_are_shared(tiny_grid: Grid, engines: Engines) -> None:
@@ -147,6 +167,14 @@ def test_stages_give_transformers_tokens(tiny_grid: Grid, engines: Engines) -> N
     path = tiny_grid()
     llm = engines(path, **{"parallel.pipeline": ("cpu", "cpu"), "scheduler.async": True})
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+
+
+@pytest.mark.slow
+def test_ranks_give_transformers_tokens(tiny_grid: Grid) -> None:
+    path = tiny_grid()
+    ranks = ThreadRanks(path, **{**DEFAULTS, "scheduler.max_batched_tokens": 12})
+    assert ranks.same(lambda llm: tokens(generate(llm, PROMPTS))) == expected(path, PROMPTS)
+    ranks.close()
 
 
 def test_captured_steps_read_offsets_at_one_address(
