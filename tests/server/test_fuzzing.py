@@ -19,7 +19,7 @@ from slotline.server.openapi import ENDPOINTS
 POSTS = sorted(path for path, endpoint in ENDPOINTS.items() if endpoint.body is not None)
 SERVED = ["/detokenize", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
 """Those that the shared server, which generates and has no admin, does not refuse in any case."""
-EMBEDDING = ["/v1/embeddings", "/v1/rerank", "/v1/score"]
+EMBEDDING = ["/pooling", "/v1/embeddings", "/v1/rerank", "/v1/score"]
 MOST = 3
 """Tokens and outputs of a request."""
 LIMITS = {

@@ -113,6 +113,8 @@ def test_the_answers_of_an_embedding_model_have_the_form_of_the_document(embeddi
             ("/v1/embeddings", {"input": ["def main(", "x"]}),
             ("/v1/embeddings", {"input": "x", "encoding_format": "base64"}),
             ("/v1/score", {"text_1": "x", "text_2": ["x", "y"]}),
+            ("/pooling", {"input": ["def main(", "x"]}),
+            ("/pooling", {"input": "x", "task": "embed"}),
             ("/v1/rerank", {"query": "x", "documents": ["x", "y"]}),
             ("/v1/rerank", {"query": "x", "documents": ["x"], "return_documents": False}),
         ):

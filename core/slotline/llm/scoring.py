@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
-from slotline.core.api.prompts import Prompt, of_task
+from slotline.core.api.prompts import of_task
 from slotline.llm.pooled_texts import prefix, side_prefix
 from slotline.llm.submitter import Submitter
 from slotline.registry.contracts import PoolingForm, PoolingParams
@@ -40,7 +40,7 @@ class Scoring:
         score: the score of two outputs.
     """
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[dict[str, Any]]
     task: str
     pairs: Sequence[tuple[int, ...]] = field(repr=False)
     score: Score | None = None

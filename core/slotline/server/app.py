@@ -29,7 +29,13 @@ from slotline.server.messages import create_message
 from slotline.server.models import list_models, load_adapter, show_model, unload_adapter
 from slotline.server.openapi import Access, document
 from slotline.server.page import show_page
-from slotline.server.pooling import create_classification, create_embedding, create_rerank, create_score
+from slotline.server.pooling import (
+    create_classification,
+    create_embedding,
+    create_pooling,
+    create_rerank,
+    create_score,
+)
 from slotline.server.profile import start_profile, stop_profile
 from slotline.server.request_record import RequestRecord, begin_record, current_record
 from slotline.server.responses import create_response
@@ -92,8 +98,10 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/messages", create_message, anthropic=True),
         route("/v1/embeddings", create_embedding),
         route("/v1/classify", create_classification),
-        route("/v1/score", create_score),
-        route("/v1/rerank", create_rerank),
+        route("/classify", create_classification),
+        route("/pooling", create_pooling),
+        *(route(path, create_score) for path in ("/v1/score", "/score")),
+        *(route(path, create_rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         route("/tokenize", tokenize),
         route("/detokenize", detokenize),
         route("/v1/load_lora_adapter", load_adapter, admin=True),

@@ -105,8 +105,16 @@ ENDPOINTS = {
     ),
     "/v1/embeddings": Endpoint("Compute an embedding of each input.", pooling.EmbeddingFields, pooling.Embeddings),
     "/v1/classify": Endpoint("Compute the class of each input.", pooling.ClassifyFields, pooling.Classification),
-    "/v1/score": Endpoint("Compute the similarity of pairs of texts.", pooling.ScoreFields, pooling.Scores),
-    "/v1/rerank": Endpoint("Sort documents by their similarity to a query.", pooling.RerankFields, pooling.Ranking),
+    "/pooling": Endpoint("Compute what a task gives for each input.", pooling.PoolFields, pooling.PooledList),
+    "/classify": Endpoint("Compute the class of each input.", pooling.ClassifyFields, pooling.Classification),
+    **{
+        path: Endpoint("Compute the score of pairs of texts.", pooling.ScoreFields, pooling.Scores)
+        for path in ("/v1/score", "/score")
+    },
+    **{
+        path: Endpoint("Sort documents by their score with a query.", pooling.RerankFields, pooling.Ranking)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    },
     "/tokenize": Endpoint("Return the tokens of a text or of a conversation.", tokens.TokenizeFields, tokens.Tokenized),
     "/detokenize": Endpoint("Return the text of tokens.", tokens.DetokenizeFields, tokens.Detokenized),
     "/v1/load_lora_adapter": Endpoint("Load an adapter as a model.", models.LoadAdapterFields, models.ModelCard),

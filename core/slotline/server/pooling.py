@@ -1,8 +1,9 @@
-"""`/v1/embeddings`, `/v1/classify`, `/v1/score` and `/v1/rerank`, for engines of these tasks."""
+"""`/v1/embeddings`, `/v1/classify`, `/v1/score`, `/v1/rerank` and `/pooling`, for engines of these tasks."""
 
 from __future__ import annotations
 
 import base64
+import time
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
-from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts import TOKEN_TASKS, PoolingParams
 from slotline.server.errors import HttpError
 from slotline.server.fields import as_prompts
 from slotline.server.http import gather_or_cancel, json_response
@@ -23,6 +24,10 @@ from slotline.server.pooling_fields import (
     Embedding,
     EmbeddingFields,
     Embeddings,
+    PairFields,
+    Pooled,
+    PooledList,
+    PoolFields,
     PoolingFields,
     PoolingUsage,
     Ranked,
@@ -44,7 +49,8 @@ async def create_embedding(state: ServerState, request: Request) -> Response:
     """
     fields = await state.read(request, EmbeddingFields)
     params = PoolingParams(task="embed", dimensions=fields.dimensions, normalize=fields.normalize)
-    name, outputs = await _pooled(state, request, fields, as_prompts("input", fields.input), params)
+    prompts = as_prompts("input", fields.input)
+    name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
     as_text = fields.encoding_format == "base64"
     data = [
         Embedding(index=index, embedding=_base64(one) if as_text else one.tolist())
@@ -71,8 +77,33 @@ async def create_classification(state: ServerState, request: Request) -> Respons
     return json_response(Classification(id=new_id("classify"), model=name, data=data, usage=_usage(outputs)))
 
 
+async def create_pooling(state: ServerState, request: Request) -> Response:
+    """Answer with what the task gives for each input: a vector, or one for each token.
+
+    Raises:
+        HttpError, SlotlineError, msgspec.DecodeError: if the request is wrong.
+    """
+    fields = await state.read(request, PoolFields)
+    task = fields.task
+    if task is None:
+        form = state.llm.submitter.pooling_form
+        task = next((one for one in TOKEN_TASKS if one in form.tasks), form.tasks[0])
+    params = PoolingParams(
+        task=task, dimensions=fields.dimensions, normalize=fields.normalize, use_activation=fields.use_activation
+    )
+    prompts = as_prompts("input", fields.input)
+    name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
+    as_text = fields.encoding_format == "base64"
+    data = [
+        Pooled(index=index, data=_base64(one) if as_text else one.tolist())
+        for index, one in enumerate(_vectors(outputs))
+    ]
+    created = int(time.time())
+    return json_response(PooledList(id=new_id("pool"), created=created, model=name, data=data, usage=_usage(outputs)))
+
+
 async def create_score(state: ServerState, request: Request) -> Response:
-    """Answer with the similarity of each pair of texts: the cosine of their embeddings.
+    """Answer with the score of each pair of texts.
 
     Raises:
         HttpError, SlotlineError, msgspec.DecodeError: if the request is wrong.
@@ -90,45 +121,45 @@ async def create_score(state: ServerState, request: Request) -> Response:
 
 
 async def create_rerank(state: ServerState, request: Request) -> Response:
-    """Answer with the documents in the order of their similarity to a query.
+    """Answer with the documents in the order of their score with a query.
 
     Raises:
         HttpError, SlotlineError, msgspec.DecodeError: if the request is wrong.
     """
     fields = await state.read(request, RerankFields)
-    if not fields.documents:
+    documents = [one if isinstance(one, str) else one.text for one in fields.documents]
+    if not documents:
         raise HttpError(400, "documents is an empty list", param="documents", code="invalid_value")
     if fields.top_n is not None and fields.top_n < 1:
         raise HttpError(400, f"top_n={fields.top_n} is below 1", param="top_n", code="invalid_value")
-    queries = [fields.query] * len(fields.documents)
-    name, scores, usage = await _scores(state, request, fields, queries, fields.documents)
+    name, scores, usage = await _scores(state, request, fields, [fields.query], documents)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n]
     shown = fields.return_documents is not False
     results = [
-        Ranked(index=one, relevance_score=scores[one], document=Document(fields.documents[one]) if shown else UNSET)
+        Ranked(index=one, relevance_score=scores[one], document=Document(documents[one]) if shown else UNSET)
         for one in order
     ]
     return json_response(Ranking(id=new_id("rerank"), model=name, results=results, usage=usage))
 
 
 async def _scores(
-    state: ServerState, request: Request, fields: PoolingFields, first: list[str], second: list[str]
+    state: ServerState, request: Request, fields: PairFields, first: list[str], second: list[str]
 ) -> tuple[str, list[float], PoolingUsage]:
-    """Return the model's name, the cosine of each pair, and the counts of tokens. Equal texts are computed once."""
-    texts = list(dict.fromkeys([*first, *second]))
-    params = PoolingParams(task="embed")
-    name, outputs = await _pooled(state, request, fields, [{"prompt": text} for text in texts], params)
-    vectors = dict(zip(texts, _vectors(outputs), strict=True))
-    cosine = torch.nn.functional.cosine_similarity
-    return (
-        name,
-        [float(cosine(vectors[a], vectors[b], dim=0)) for a, b in zip(first, second, strict=True)],
-        _usage(outputs),
-    )
+    """Return the model's name, the score of each pair, and the counts of tokens. Equal texts are computed once."""
+    asked = await state.llm.scoring(first, second, prompt_name=fields.prompt_name, instruction=fields.instruction)
+    params = asked.params(PoolingParams(use_activation=fields.use_activation))
+    name, outputs = await _pooled(state, request, fields, list(asked.prompts), params)
+    found = [one.outputs for one in asked.outputs(outputs)]
+    return name, [one.score for one in found if one is not None], _usage(outputs)
 
 
 async def _pooled(
-    state: ServerState, request: Request, fields: PoolingFields, prompts: list[dict[str, Any]], params: PoolingParams
+    state: ServerState,
+    request: Request,
+    fields: PoolingFields,
+    prompts: list[dict[str, Any]],
+    params: PoolingParams,
+    prompt_name: str | None = None,
 ) -> tuple[str, list[PoolingRequestOutput[PoolingOutput]]]:
     """Return the model's name and the output of each prompt."""
     name, adapter = state.model(fields.model)
@@ -138,7 +169,8 @@ async def _pooled(
         prompt["priority"] = fields.priority or 0
         record = current_record()
         with record.prompt(prompt, state.llm.front.tokenizer):
-            (output,) = [output async for output in state.llm.encode(prompt, params, lora_request=adapter)]
+            encoded = state.llm.encode(prompt, params, prompt_name=prompt_name, lora_request=adapter)
+            (output,) = [output async for output in encoded]
         record.end(output)
         return output
 

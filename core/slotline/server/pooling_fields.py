@@ -1,4 +1,4 @@
-"""Bodies and answers of `/v1/embeddings`, `/v1/classify`, `/v1/score` and `/v1/rerank`."""
+"""Bodies and answers of `/v1/embeddings`, `/v1/classify`, `/v1/score`, `/v1/rerank` and `/pooling`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class EmbeddingFields(PoolingFields):
     dimensions: Positive | None = None
     encoding_format: Literal["float", "base64"] | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
 
 
 class ClassifyFields(PoolingFields):
@@ -34,18 +35,44 @@ class ClassifyFields(PoolingFields):
     use_activation: bool | None = None
 
 
-class ScoreFields(PoolingFields):
+class PoolFields(PoolingFields):
+    """The body of `/pooling`."""
+
+    input: Prompts
+    task: str | None = None
+    dimensions: Positive | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    prompt_name: str | None = None
+
+
+class PairFields(PoolingFields, kw_only=True):
+    """What requests for the scores of pairs share."""
+
+    use_activation: bool | None = None
+    prompt_name: str | None = None
+    instruction: str | None = None
+
+
+class ScoreFields(PairFields):
     """The body of `/v1/score`: one text against one or many, or pairs."""
 
     text_1: str | list[str]
     text_2: str | list[str]
 
 
-class RerankFields(PoolingFields):
+class Document(Struct):
+    """A document of a request."""
+
+    text: str
+
+
+class RerankFields(PairFields):
     """The body of `/v1/rerank`."""
 
     query: str
-    documents: list[str]
+    documents: list[str | Document]
     top_n: Positive | None = None
     return_documents: bool | None = None
 
@@ -74,6 +101,25 @@ class Embeddings(Struct, kw_only=True):
     usage: PoolingUsage
 
 
+class Pooled(Struct, kw_only=True):
+    """What a task gives for an input: numbers, or a list of them for each token."""
+
+    index: int
+    object: str = "pooling"
+    data: list[list[float] | float] | str
+
+
+class PooledList(Struct, kw_only=True):
+    """What a task gives for each input."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: PoolingUsage
+
+
 class Classified(Struct, kw_only=True):
     """The probabilities of the classes for an input, and the name of the most likely one."""
 
@@ -94,7 +140,7 @@ class Classification(Struct, kw_only=True):
 
 
 class Score(Struct, kw_only=True):
-    """The similarity of a pair of texts, from -1 to 1."""
+    """The score of a pair of texts."""
 
     index: int
     object: str = "score"
@@ -102,7 +148,7 @@ class Score(Struct, kw_only=True):
 
 
 class Scores(Struct, kw_only=True):
-    """The similarity of each pair."""
+    """The score of each pair."""
 
     id: str
     object: str = "list"
@@ -111,14 +157,8 @@ class Scores(Struct, kw_only=True):
     usage: PoolingUsage
 
 
-class Document(Struct):
-    """A document of a request."""
-
-    text: str
-
-
 class Ranked(Struct, kw_only=True):
-    """A document's number and its similarity to the query, from -1 to 1."""
+    """A document's number and its score with the query."""
 
     index: int
     relevance_score: float
@@ -126,7 +166,7 @@ class Ranked(Struct, kw_only=True):
 
 
 class Ranking(Struct, kw_only=True):
-    """The documents, the most similar one first."""
+    """The documents, the one with the highest score first."""
 
     id: str
     model: str

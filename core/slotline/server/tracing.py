@@ -26,8 +26,13 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
     "/v1/classify": "classify",
+    "/classify": "classify",
+    "/pooling": "pooling",
     "/v1/score": "score",
+    "/score": "score",
     "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
 }
 """`gen_ai.operation.name` by path. Other paths have no span."""
 _PARAMETERS = {
