@@ -136,6 +136,19 @@ def gathered(ranks: Ranks | None) -> Callable[[bytes], list[bytes]]:
     return (lambda value: [value]) if ranks is None else ranks.gather_bytes
 
 
+def over_stages(ranks: Ranks | None) -> Callable[[Any], list[Any]]:
+    """Return a function that gives the values of the stages of this rank's pipeline, in order."""
+    if ranks is None:
+        return lambda value: [value]
+    members = ranks.place.group("pipeline")
+
+    def gather(value: Any) -> list[Any]:
+        found = ranks.gather(value)
+        return [found[rank] for rank in members]
+
+    return gather
+
+
 def _files(path: Path) -> Iterator[Path]:
     """Yield the files that decide what a model computes."""
     for file in sorted(path.iterdir()):

@@ -7,7 +7,15 @@ from functools import partial
 
 from attrs import define, evolve, field
 
-from slotline.builder.communicators import Ranks, build_communicator, build_communicators, compare, fewest, gathered
+from slotline.builder.communicators import (
+    Ranks,
+    build_communicator,
+    build_communicators,
+    compare,
+    fewest,
+    gathered,
+    over_stages,
+)
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
 from slotline.builder.graph_capturer import GraphCapturer
@@ -206,6 +214,7 @@ class EngineBuilder:
             communicators=self.communicators,
             agree=fewest(self.ranks),
             gather=gathered(self.ranks),
+            of_stages=over_stages(self.ranks),
         )
 
     def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:

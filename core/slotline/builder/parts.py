@@ -70,6 +70,7 @@ class Parts:
         communicators: of the groups of ranks that this one is in, by dimension.
         agree: gives the least of the ranks' numbers, of this one's.
         gather: gives the bytes of all ranks in order, of this one's. All give as many.
+        of_stages: gives the values of all stages of a pipeline, in order, of this one's.
     """
 
     planned: Planned
@@ -89,6 +90,7 @@ class Parts:
     communicators: Mapping[str, Communicator] = field(factory=dict)
     agree: Callable[[int], int] = int
     gather: Callable[[bytes], list[bytes]] = lambda value: [value]
+    of_stages: Callable[[Any], list[Any]] = lambda value: [value]
 
     def outside_steps(self, call: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return one of the model's functions for calls outside of a step, see `FeatureExtension.outside_steps`."""

@@ -81,10 +81,6 @@ def refuse_beside_stages(
         texts.append(f"parallel.decode_context = {config.parallel.decode_context}: it was not tried over stages")
     if config.parallel.expert > 1:
         texts.append(f"parallel.expert = {config.parallel.expert}: experts are placed over all layers at once")
-    if config.lora.name:
-        texts.append(f"lora.name = {config.lora.name!r}: adapters are not divided among stages")
-    if config.weights.quantize or facts.weight_modules:
-        texts.append("quantized weights are not divided among stages")
     if form == "sharded":
         texts.append(f"weights in {str(facts.path)!r} were saved from one device, with all layers")
     if config.extensions:

@@ -240,7 +240,8 @@ def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: 
 
 def _tied(hf_model: nn.Module) -> frozenset[int]:
     """Return the weights of embeddings, which an output projection may share."""
-    return frozenset(id(module.weight) for module in hf_model.modules() if isinstance(module, nn.Embedding))
+    tables = (module for module in hf_model.modules() if isinstance(module, nn.Embedding))
+    return frozenset(id(weight) for table in tables if (weight := table._parameters.get("weight")) is not None)
 
 
 def _shared(hf_model: nn.Module) -> frozenset[int]:

@@ -18,6 +18,7 @@ from slotline.plugins.model_families import (
     composite,
     inspection,
     logit_score,
+    own_stage,
     structure,
     unused_weights,
     weight_files,
@@ -98,10 +99,11 @@ def load_transformers_model(
         model = composite.text_part(model, found, binding.ATTENTION_NAME)
     if weights is not None:
         model.__class__ = served.model_class
+    model = structure.find_body(model)
     if weights is not None and context.shard is None:  # a divided model gets them when it is divided
-        quantized.put(model, weights if hasattr(model, "lm_head") else quantized.without_head(weights), context)
-    model = structure.find_body(model.eval().requires_grad_(False))
-    return inspection.adopted(model, binding.slot_attention)
+        weights = weights if hasattr(model, "lm_head") else quantized.without_head(weights)
+        quantized.put(model, own_stage.own_weights(model, weights, context.own_stage), context)
+    return inspection.adopted(model.eval().requires_grad_(False), binding.slot_attention)
 
 
 def _from_pretrained(

@@ -35,6 +35,7 @@ from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import ModelContext, Stage, Tap
+    from slotline.registry.contracts.weights import ModelWeights
 
 
 @frozen
@@ -98,6 +99,21 @@ def leave_out(hf_model: Any, stage: OwnStage | None) -> Callable[[], None]:
             holder._modules.update({name: there.pop(name, module) for name, module in order.items()} | there)
 
     return complete
+
+
+def own_weights(hf_model: Any, weights: ModelWeights, stage: Stage | None) -> ModelWeights:
+    """Return those of the quantized weights whose modules a stage has."""
+    own = own_stage(hf_model, stage)
+    if own is None:
+        return weights
+    absent = {
+        id(module)
+        for holder, names in _others(hf_model, own)
+        for name in names
+        for module in holder.get_submodule(name).modules()
+    }
+    there = {name: one for name, one in weights.modules.items() if id(hf_model.get_submodule(name)) not in absent}
+    return evolve(weights, modules=there)
 
 
 def own_joined(hf_model: nn.Module, joined: Joined) -> Joined:

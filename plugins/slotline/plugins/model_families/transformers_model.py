@@ -283,9 +283,14 @@ class DecoderModel:
     def _probe(self, num_tokens: int) -> None:
         """Run a forward pass of some tokens, with attention and states that keep nothing."""
         device = next(self.hf_model.parameters()).device
-        tokens = torch.arange(num_tokens, device=device)
+        tokens, received = torch.arange(num_tokens, device=device), None
+        stage = own_stage.own_stage(self.hf_model, self._context.own_stage)
+        if stage is not None and not stage.is_first:
+            received = torch.zeros(num_tokens, self.facts.hidden_size, dtype=self.hf_model.dtype, device=device)
         with torch.no_grad(), self._holder.serving(plain_attend, plain_advance):
-            self._head(self._loop(tokens, tokens, None, None, None)[0])
+            hidden = self._loop(tokens, tokens, None, received, None)[0]
+            if stage is None or stage.is_last:
+                self._head(hidden)
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder in host memory, and the encoder of its other inputs if it takes any."""

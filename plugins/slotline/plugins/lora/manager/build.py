@@ -24,6 +24,7 @@ from slotline.registry.errors import ConfigError
 from slotline.registry.loading import bind_contract, label_of
 
 Names = tuple[str, ...]
+Sizes = Mapping[str, tuple[int, int]]
 
 
 def build_adapters(context: ExtensionContext) -> AdapterSlots | MergedAdapter:
@@ -39,32 +40,35 @@ def build_adapters(context: ExtensionContext) -> AdapterSlots | MergedAdapter:
     assert descriptor is not None  # the plan has adapters
     model: AdaptableModel = parts.model  # type: ignore[assignment]  # its family declares `adapters`
     config = planned.loaded.config.lora
-    modules = target_modules(model, config.target_modules)
-    embeddings = tuple(path for path in embeddings_of(model) if path in modules)
+    linears, tables = _of_all_stages(parts, model)
+    asked = target_modules(linears, tables, config.target_modules)
+    modules = {path: sizes for path, sizes in asked.items() if path in model.linears or path in embeddings_of(model)}
+    elsewhere = {path: sizes for path, sizes in asked.items() if path not in modules}
+    embeddings = tuple(path for path in tables if path in asked)
     if embeddings and (refusal := descriptor.capabilities.embeddings.refusal(True)):
         raise ConfigError(
             f"lora.target_modules: lora plugin {descriptor.name!r} serves no embedding: {refusal}",
             fix=f"leave out {', '.join(map(_last, embeddings))}, or take another LoRA plugin",
         )
+    offered = evolve(_context(planned, descriptor, model, modules, embeddings), elsewhere=elsewhere)
     if config.merge:
-        return _merged(planned, descriptor, model, modules, embeddings)
-    return _in_slots(planned, descriptor, parts, model, modules, embeddings)
+        return _merged(planned, descriptor, model, offered)
+    return _in_slots(planned, descriptor, parts, model, offered)
 
 
 def _merged(
     planned: Planned,
     descriptor: Descriptor[Any],
     model: AdaptableModel,
-    modules: dict[str, tuple[int, int]],
-    embeddings: Names,
+    context: LoraContext,
 ) -> MergedAdapter:
-    context = _context(planned, descriptor, model, modules, embeddings)
+    modules = context.modules
     divided = [stage.device for stage in planned.stages.divided]
     return MergedAdapter(
         _plugin(planned, descriptor, context, model),
         model,
         modules,
-        embeddings=embeddings,
+        embeddings=_own_embeddings(context),
         max_tokens=context.max_tokens,
         device_of={path: divided[model.adapter_stages[path]] if divided else planned.device for path in modules},
         dtype=getattr(torch, planned.plan.dtype),
@@ -78,8 +82,7 @@ def _in_slots(
     descriptor: Descriptor[Any],
     parts: Parts,
     model: AdaptableModel,
-    modules: dict[str, tuple[int, int]],
-    embeddings: Names,
+    context: LoraContext,
 ) -> AdapterSlots:
     config, single, extended = planned.loaded.config.lora, _serves_single(planned, descriptor), set[Names]()
 
@@ -91,13 +94,12 @@ def _in_slots(
         return room
 
     extends = bool(descriptor.capabilities.extended.support) and hasattr(model, "extend")
-    context = _context(planned, descriptor, model, modules, embeddings)
     lora = _plugin(planned, descriptor, evolve(context, extend=extend if extends else None), model)
     steps = StepAdapters(
         lora,
         model,
-        modules,
-        embeddings=embeddings,
+        context.modules,
+        embeddings=_own_embeddings(context),
         max_requests=parts.rows.max_requests,
         max_adapters=config.max_adapters,
         captured=partial(captured_for, descriptor, specialize=config.specialize_graphs, single=single),
@@ -190,16 +192,15 @@ def _staged(
     )
 
 
-def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the linear layers and embeddings that may carry an adapter.
+def target_modules(linears: Sizes, embeddings: Sizes, asked: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return those of a model's linear layers and embeddings that may carry an adapter.
 
     Without names these are the linear layers except the output projection.
 
     Raises:
         ConfigError: naming the layers that the model has.
     """
-    embeddings = embeddings_of(model)
-    linears = {**model.linears, **embeddings}
+    linears = {**linears, **embeddings}
     names = dict.fromkeys(_last(path) for path in linears)
     if unknown := [name for name in asked if name not in names]:
         raise ConfigError(
@@ -211,6 +212,24 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
         for path, sizes in linears.items()
         if (_last(path) in wanted if asked else _last(path) != OUTPUT_PROJECTION and path not in embeddings)
     }
+
+
+def _of_all_stages(parts: Parts, model: AdaptableModel) -> tuple[Sizes, Sizes]:
+    """Return the linear layers and the embeddings of a model, those of stages on other ranks with their whole sizes."""
+    own = (dict(model.linears), dict(embeddings_of(model)))
+    divided = {} if shard_of(parts.planned.place) is None else model.adapter_parts
+
+    def whole(found: Sizes) -> Sizes:
+        sizes = {path: (part.in_features, part.out_features) for path, part in divided.items() if path in found}
+        return {**found, **sizes}
+
+    stages = parts.of_stages(own)
+    linears, embeddings = ({k: v for one in stages for k, v in one[place].items()} for place in (0, 1))
+    return {**whole(linears), **own[0]}, {**whole(embeddings), **own[1]}
+
+
+def _own_embeddings(context: LoraContext) -> Names:
+    return tuple(path for path in context.embeddings if path in context.modules)
 
 
 def embeddings_of(model: AdaptableModel) -> Mapping[str, tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 from torch import nn
 
-from slotline.plugins.model_families import checkpoint
+from slotline.plugins.model_families import checkpoint, own_stage
 from slotline.plugins.model_families.quantized import load
 from slotline.plugins.model_families.tensor_parallel import expert_parallel
 from slotline.plugins.model_families.tensor_parallel.division import divide
@@ -46,7 +46,8 @@ def divide_quantized(model: nn.Module, context: ModelContext) -> Joined:
     load.replace(model, weights, getattr(torch, context.dtype))
     _share_experts(model, weights, joined, context)
     source = _Source(weights, joined.cuts, plain)
-    for names in load.products(weights, merge=load.merges(context)):
+    own = own_stage.own_weights(model, weights, context.own_stage)
+    for names in load.products(own, merge=load.merges(context)):
         planned = weights.modules[names[0]]
         if planned.module.experts:
             load.hold_experts(model.get_submodule(names[0]), planned, *source.experts(names[0]), context.device)
