@@ -1,4 +1,4 @@
-"""Features over stages of ranks: what one rank alone has of a step reaches the others, and answers are one process's."""
+"""Features over stages of ranks: what one rank has of a step reaches the others, and answers are one process's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import head_folders
+import mtp_checkpoints
 import pytest
 import quantized_checkpoints as forms
 import tiny_models
@@ -13,10 +15,12 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle
 from quantized_engines import answer, engine, expected, same
 from thread_ranks import ThreadRanks
-from tiny_engines import DEFAULTS
+from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import ConfigError
+from tests.proposers.test_medusa import heads_of, written
+from tests.ranks.test_pipeline_ranks import TEXTS, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,3 +138,86 @@ def test_quantized_experts_are_those_of_a_stage(tmp_path: Path) -> None:
     plain = tiny_models.build("gpt_oss", tmp_path / "plain", **sizes)
     forms.gpt_oss(plain, tmp_path / "quantized", tmp_path / "meant")
     same(over_stages(tmp_path / "quantized"), expected(tmp_path / "meant"))
+
+
+# --- drafters of the last rank
+
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def drafts_for(name: str, root: Path, tiny: Tiny) -> tuple[Path, Path | None]:
+    """The checkpoint that a drafter drafts for, and the drafter's own folder."""
+    model = tiny("llama_deep" if name == "eagle3" else "llama")
+    if name in ("eagle", "eagle3"):
+        return model, head_folders.build(root / name, model, name)
+    if name.startswith("medusa"):
+        return model, written(root / name, heads_of(64, tiny_models.VOCAB_SIZE), "shared")
+    if name == "draft_model":
+        return model, tiny("llama", **SMALLER)
+    return mtp_checkpoints.build(root / name, tiny("qwen2"), "qwen2"), None
+
+
+def accepted(llm: LLM) -> int:
+    return int(llm.engine.extension("drafts").counts.accepted)
+
+
+@pytest.mark.behaviour(15, 37)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"pipeline": 2},
+        pytest.param({"pipeline": 3, "model_family.transformers_decoder.lean": False}, marks=pytest.mark.slow),
+    ],
+    ids=["two", "three"],
+)
+def test_a_head_reads_the_layers_of_all_stages(ranks: dict[str, Any], engines: Callable[..., LLM]) -> None:
+    """A trained head guesses as well as in one process, so it has read the same hidden states."""
+    settings = {"drafter.name": "eagle3", "drafter.tokens": 3, "max_model_len": 128}
+    whole, over = engines(None, **settings), ThreadRanks(None, tensor=1, **{**DEFAULTS, **settings, **ranks})
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    before, expected = accepted(whole), whole.generate(TEXTS[:3], params)
+    for found in over.each(lambda llm: llm.generate(TEXTS[:3], params)):
+        compare(found, expected)
+    assert over.same(accepted) == accepted(whole) - before > 5
+    model = over.llms[-1].engine.runner.model
+    assert model.weight_bytes < whole.engine.runner.model.weight_bytes  # type: ignore[attr-defined]
+    over.close()
+
+
+@pytest.mark.behaviour(15, 37)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param("eagle", {"tensor": 1}, marks=pytest.mark.slow),
+        pytest.param("mtp", {"tensor": 1}, marks=pytest.mark.slow),
+        pytest.param("draft_model", {"tensor": 1}, marks=pytest.mark.slow),
+        pytest.param("medusa_tree", {"tensor": 1}, marks=pytest.mark.slow),
+        pytest.param("medusa", {"tensor": 1}, marks=pytest.mark.exhaustive),
+        pytest.param("eagle3", {"tensor": 1, "pipeline": 4}, marks=pytest.mark.exhaustive),
+        pytest.param("eagle3", {"tensor": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("draft_model", {"tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_last_rank_proposes_and_all_ranks_verify(
+    name: str, ranks: dict[str, Any], tiny: Tiny, tmp_path: Path, engines: Callable[..., LLM]
+) -> None:
+    """Prompts in chunks and behind cached prefixes, and few blocks, so that requests lose theirs."""
+    path, folder = drafts_for(name, tmp_path, tiny)
+    small = {"max_num_batched_tokens": 24, "max_num_seqs": 6, "memory": "160KiB", "drafter.tokens": 3}
+    drafting = {"drafter.name": name} | ({} if folder is None else {"drafter.path": str(folder)})
+    whole = engines(path, **small, **drafting)
+    given = {**DEFAULTS, **small, **drafting, "pipeline": 2, **ranks}
+    over = ThreadRanks(path, **given)
+    beginning = random_prompts([32], seed=5)[0]
+    prompts = [*random_prompts([3, 28, 17, 9, 1, 22]), [*beginning, 5, 6], [*beginning, 7], [7, 8, 9] * 7]
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.8, seed=2, max_tokens=5, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    for params in (greedy, drawn):
+        expected = whole.generate(prompts, params)
+        for found in over.each(lambda llm, params=params: llm.generate(prompts, params)):  # type: ignore[misc]
+            compare(found, expected)
+    counts = over.each(lambda llm: llm.engine.extension("drafts").drafting.counts)
+    assert all(one.accepted == counts[0].accepted and one.failures == 0 for one in counts)
+    assert counts[0].proposed > 0
+    over.each(everything_returned)
+    over.close()

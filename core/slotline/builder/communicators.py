@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from attrs import frozen
 
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import Communicator, CommunicatorContext
@@ -40,6 +42,31 @@ class Ranks(Protocol):
     def gather_bytes(self, value: bytes) -> list[bytes]:
         """Return the bytes of all ranks, in order. All ranks give as many, and at least one."""
         ...
+
+
+@frozen(eq=False)
+class HostLink:
+    """Objects from the last rank to the others, on the host.
+
+    Attributes:
+        communicator: of the pipeline's ranks, for tensors in host memory.
+    """
+
+    communicator: Communicator
+
+    def send(self, value: Any) -> None:
+        """Send an object to all other ranks."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for rank in range(self.communicator.size - 1):
+            self.communicator.send(torch.tensor([len(data)]), rank)
+            self.communicator.send(data, rank)
+
+    def receive(self) -> Any:
+        """Return the next object of the last rank."""
+        last = self.communicator.size - 1
+        size = self.communicator.receive(torch.empty(1, dtype=torch.int64), last)
+        data = self.communicator.receive(torch.empty(int(size), dtype=torch.uint8), last)
+        return pickle.loads(data.numpy().tobytes())
 
 
 def build_communicator(

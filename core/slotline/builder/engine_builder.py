@@ -320,6 +320,7 @@ class EngineBuilder:
             shard=asked_shard(planned.loaded, planned.place),
             communicator=self.communicators.get("data", self.communicators.get("tensor")),
             own_stage=planned.own_stage,
+            with_embedding=planned.shares_embedding,
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with (

@@ -47,9 +47,13 @@ def own_stages(stages: Stages, place: Place, device: str) -> Stages:
     )
 
 
-def refuse_beside_stages(
-    loaded: LoadedConfig, facts: ModelFacts, drafter: Descriptor[Any] | None, place: Place, *, task: str, form: str
-) -> None:
+def with_draft_layers(stages: Stages, count: int, place: Place) -> Stages:
+    """Return the placement with a drafter's own layers, which are behind the model's and with the last rank."""
+    is_last = place.index("pipeline") == place.layout.pipeline - 1
+    return evolve(stages, of_layer=(*stages.of_layer, *(0 if is_last else -1 for _ in range(count))))
+
+
+def refuse_beside_stages(loaded: LoadedConfig, facts: ModelFacts, place: Place, *, task: str, form: str) -> None:
     """Refuse what does not work over several stages of ranks, beside what no ranks can do (`ranks`).
 
     Args:
@@ -71,12 +75,6 @@ def refuse_beside_stages(
         texts.append(
             f"scheduler.microbatches = {config.scheduler.microbatches}: the ranks work on different steps at a time"
         )
-    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
-        texts.append(f"drafter {drafter.name!r} reads hidden states, which one rank has")
-    if drafter is not None and drafter.capabilities.on_device and not drafter.capabilities.needs_history:
-        texts.append(f"drafter {drafter.name!r} proposes on the device that samples, and other ranks have none")
-    if drafter is not None and drafter.capabilities.tree.support:
-        texts.append(f"drafter {drafter.name!r} proposes trees")
     if config.parallel.decode_context > 1:
         texts.append(f"parallel.decode_context = {config.parallel.decode_context}: it was not tried over stages")
     if config.parallel.expert > 1:
@@ -112,9 +110,18 @@ def pipeline_setting(loaded: LoadedConfig, stages: tuple[Stage, ...], turns: int
     )
 
 
-def turns_of(place: Place, *, rolls_back: bool) -> int:
+def proposes_on_last(drafter: Descriptor[Any] | None) -> bool:
+    """Return whether a drafter works on the last rank alone: it reads more than the tokens on the host."""
+    if drafter is None:
+        return False
+    has = drafter.capabilities
+    reads = has.needs_hidden_states or has.needs_layers or has.needs_computed or has.needs_kv_group
+    return bool(reads or has.on_device or has.tree.support)
+
+
+def turns_of(place: Place, drafter: Descriptor[Any] | None, *, has_states: bool) -> int:
     """Return the number of steps with different requests that are under way at a time, so that all stages have work.
 
-    One if states are rolled back to accepted drafts.
+    One if states are rolled back to accepted drafts, or if the last rank proposes drafts: it does so between steps.
     """
-    return 1 if rolls_back else place.layout.pipeline
+    return 1 if drafter is not None and (has_states or proposes_on_last(drafter)) else place.layout.pipeline

@@ -44,9 +44,11 @@ from slotline.planner.pipeline_parallel import Stages, describe_devices, divide,
 from slotline.planner.pipeline_ranks import (
     own_stages,
     pipeline_setting,
+    proposes_on_last,
     refuse_beside_stages,
     stages_of_ranks,
     turns_of,
+    with_draft_layers,
 )
 from slotline.planner.ranks import (
     CommunicatorChoice,
@@ -187,6 +189,16 @@ class Planned:
         return not self.rank_stages or self.place.index("pipeline") == len(self.rank_stages) - 1
 
     @property
+    def proposes(self) -> bool:
+        """Whether the drafter, if there is one, works in this process. It does not where the last rank proposes."""
+        return self.is_last_stage or not proposes_on_last(self.drafter)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether a drafter of this process may read the embedding, which another rank has."""
+        return bool(self.rank_stages) and self.is_last_stage and proposes_on_last(self.drafter)
+
+    @property
     def own_plan(self) -> Plan:
         """Return the plan whose cache groups have only the layers of this process, for their memory."""
         if not self.rank_stages:
@@ -318,13 +330,13 @@ def _negotiated(
         whole,
         max_model_len,
         lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
-        divided=num_stages > 1,
+        divided=num_stages > 1 and not rank_stages,
     )
-    stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
+    stages = with_draft_layers(stages, len(own_layers), place)
     refuse_context(loaded, shards, facts, drafter, whole, place)
     refuse_beside_ranks(loaded, facts, place, source.format)
     refuse_beside_replicas(loaded)
-    refuse_beside_stages(loaded, facts, drafter, place, task=task, form=source.format)
+    refuse_beside_stages(loaded, facts, place, task=task, form=source.format)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
@@ -343,7 +355,7 @@ def _negotiated(
         *extensions,
         *filter(None, (drafter, grammars.descriptor, parser.descriptor, lora, connector)),
     )
-    turns = turns_of(place, rolls_back=bool(facts.state_layers) and drafter is not None)
+    turns = turns_of(place, drafter, has_states=bool(facts.state_layers))
     request = prepare_request(
         loaded,
         evolve(facts, layers=facts.layers + own_layers),

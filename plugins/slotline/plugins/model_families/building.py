@@ -76,7 +76,8 @@ def build(context: ModelContext, load: Load) -> Built:
     holder, notes = _bind(hf_model, context)
     notes = ((random_weights.NOTE,) if context.load_format == "dummy" else ()) + checked + notes
     notes += () if joined is None else joined.notes
-    complete = own_stage.leave_out(hf_model, own_stage.own_stage(hf_model, context.own_stage))
+    stage = own_stage.own_stage(hf_model, context.own_stage)
+    complete = own_stage.leave_out(hf_model, stage, with_embedding=context.with_embedding)
     parts = stages.parts_of(hf_model, context.device, context.stages)
     stages.separate(hf_model, parts)
     if context.offload_bytes:
@@ -103,7 +104,8 @@ def read_plain(context: ModelContext, load: Load) -> Any:
     rope.freeze(fresh, context.facts.max_model_len)
     temperature.settle(fresh, context.facts.max_model_len)
     sparse_index.settle(fresh, context.facts.max_model_len)
-    own_stage.leave_out(fresh, own_stage.own_stage(fresh, context.own_stage))()
+    stage = own_stage.own_stage(fresh, context.own_stage)
+    own_stage.leave_out(fresh, stage, with_embedding=context.with_embedding)()
     stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
     if encoder is not None:
         fresh.encoder = encoder

@@ -66,7 +66,7 @@ class TransformersLoop:
         else:
             given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
         divided = self._tokens.step(positions.shape[0], divided=False)
-        with self._crossing.scope(), divided, _tapped(self._base, self._tokens.tapping(tap)):
+        with self._crossing.scope(), divided, tapped(self._base.layers, self._tokens.tapping(tap)):
             outputs = self._base(**given)
         hidden_states: torch.Tensor = outputs.last_hidden_state.to(self._dtype)  # Mamba ends in float32
         return hidden_states if wanted is None else hidden_states[:, wanted]
@@ -157,16 +157,16 @@ class LeanLoop:
         return [by_type[name] for name in types]
 
 
-def _tapped(base: Any, tap: Tap | None) -> ExitStack:
-    """Pass the input of each layer of transformers' own forward to `tap` inside."""
+def tapped(layers: Sequence[torch.nn.Module], tap: Tap | None, of: range | None = None) -> ExitStack:
+    """Pass the input of each layer of transformers' own forward to `tap` inside, or of the layers `of` a range."""
     scope = ExitStack()
-    for index, layer in enumerate(base.layers if tap is not None else ()):
+    for index in () if tap is None else of or range(len(layers)):
 
         def show(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
             hidden_states = args[0] if args else kwargs["hidden_states"]
             tap(index, hidden_states[0])  # type: ignore[misc]
 
-        scope.enter_context(layer.register_forward_pre_hook(show, with_kwargs=True))
+        scope.enter_context(layers[index].register_forward_pre_hook(show, with_kwargs=True))
     return scope
 
 

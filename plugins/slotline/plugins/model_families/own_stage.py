@@ -27,6 +27,7 @@ from slotline.plugins.model_families.loops import (
     divide_within,
     plain_advance,
     plain_attend,
+    tapped,
 )
 from slotline.plugins.model_families.stages import ROTARY, Part
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined
@@ -75,8 +76,11 @@ def gives_logits(hf_model: Any, stage: Stage | None) -> bool:
     return stage is None or stage.end_layer == len(hf_model.base_model.layers)
 
 
-def leave_out(hf_model: Any, stage: OwnStage | None) -> Callable[[], None]:
+def leave_out(hf_model: Any, stage: OwnStage | None, *, with_embedding: bool = False) -> Callable[[], None]:
     """Take the modules of other stages out of a model, which frees their weights.
+
+    Args:
+        with_embedding: keep the embedding, whichever stage it is in.
 
     Returns:
         A function that puts stand-ins into their places, to call after the passes, which know real modules alone.
@@ -84,9 +88,10 @@ def leave_out(hf_model: Any, stage: OwnStage | None) -> Callable[[], None]:
     if stage is None:
         return lambda: None
     absent: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    kept = hf_model.get_input_embeddings() if with_embedding else None
     for holder, names in _others(hf_model, stage):
         order = dict(holder._modules)
-        for name in names:
+        for name in (name for name in names if kept is None or holder.get_submodule(name) is not kept):
             order[name] = _stand_in(holder.get_submodule(name))
             del holder._modules[name]
         absent.append((holder, order))
@@ -242,7 +247,8 @@ class TransformersStage:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
             self._received = given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
-        with self._tokens.step(positions.shape[0], divided=False):
+        shown = tapped(self._base.layers, self._tokens.tapping(tap), range(self._stage.first, self._stage.end))
+        with self._tokens.step(positions.shape[0], divided=False), shown:
             outputs = self._base(**given)
         states, self._received, self._sent = self._sent, None, None
         if not self._stage.is_last:

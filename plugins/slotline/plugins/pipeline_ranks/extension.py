@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.builder.communicators import PIPELINE_HOST
+from slotline.builder.communicators import PIPELINE_HOST, HostLink
 from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
@@ -18,11 +18,14 @@ from slotline.core.batch.step_output import StepOutput
 from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, ModelRunner
 from slotline.core.model_runner.output_head import OutputHead
 from slotline.plugins.pipeline_ranks.heads import EarlierHead, LastHead
-from slotline.plugins.pipeline_ranks.links import HostLink, TokenLink, greet
+from slotline.plugins.pipeline_ranks.layer_inputs import LayerInputs
+from slotline.plugins.pipeline_ranks.links import TokenLink, greet
 from slotline.plugins.pipeline_ranks.turns import Turns
 from slotline.registry.contracts import ExtensionContext
 
 Int = npt.NDArray[np.int64]
+DRAFTS = "drafts"
+"""Extension whose drafter may read the inputs of layers."""
 
 
 class PipelineRanks:
@@ -43,12 +46,14 @@ class PipelineRanks:
         self._link = parts.communicators["pipeline"]
         self._host = HostLink(parts.communicators[PIPELINE_HOST])
         self._pairs = parts.named.get("guidance")
-        self.received: torch.Tensor | None = None
-        if self._link.rank:
-            sizes = () if isinstance(config.graphs.sizes, str) else config.graphs.sizes
-            most = max((config.scheduler.max_batched_tokens, *sizes))
-            dtype = getattr(torch, planned.plan.dtype)
-            self.received = torch.zeros(most, planned.facts.hidden_size, dtype=dtype, device=planned.device)
+        sizes = () if isinstance(config.graphs.sizes, str) else config.graphs.sizes
+        most = max((config.scheduler.max_batched_tokens, *sizes))
+        dtype = getattr(torch, planned.plan.dtype)
+        buffer = torch.zeros(most, planned.facts.hidden_size, dtype=dtype, device=planned.device)
+        self.received = buffer if self._link.rank else None
+        self._inputs: LayerInputs | None = None
+        if (drafts := parts.named.get(DRAFTS)) is not None and drafts.layer_ids:
+            self._inputs = LayerInputs(self._link, drafts.layer_ids, planned.rank_stages, buffer)
         self._tokens = None
         if self._link.rank < self._link.size - 1:
             self._tokens = TokenLink(self._link, parts.stagings[-1], planned.device, parts.last_tokens)
@@ -72,21 +77,39 @@ class PipelineRanks:
 
         def compute(inputs: ModelInputs, *, whole: bool) -> ComputedPass:
             if inputs.made_up:
-                return forward(inputs, whole=whole)
+                return self._joined(forward(inputs, whole=whole))
             if self._tokens is not None:
                 self._tokens.before(inputs.rows)
             if self.received is not None:
-                there = self.received[: inputs.num_tokens]
-                found = self._link.receive(there, self._link.rank - 1)
-                if found is not there:
-                    there.copy_(found)
-            computed = forward(inputs, whole=whole)
+                self._receive(self.received[: inputs.num_tokens])
+            computed = self._joined(forward(inputs, whole=whole))
             if self._tokens is not None:
                 self._tokens.after_forward()
-                self._link.send(computed.hidden[: inputs.num_tokens].contiguous(), self._link.rank + 1)
+                self._send(computed, inputs.num_tokens)
             return computed
 
         return compute
+
+    def _receive(self, there: torch.Tensor) -> None:
+        """Receive what the stage before sends of a step into `there` [num_tokens, hidden_size]."""
+        found = self._link.receive(there, self._link.rank - 1)
+        if found is not there:
+            there.copy_(found)
+        if self._inputs is not None:
+            self._inputs.receive(len(there))
+
+    def _send(self, computed: ComputedPass, count: int) -> None:
+        """Send the first `count` tokens of a step to the next stage."""
+        self._link.send(computed.hidden[:count].contiguous(), self._link.rank + 1)
+        if self._inputs is not None:
+            self._inputs.send(computed.extras.get(DRAFTS), count)
+
+    def _joined(self, computed: ComputedPass) -> ComputedPass:
+        """Return what a forward pass gave, with the inputs of layers of the stages before."""
+        if self._inputs is None:
+            return computed
+        joined = self._inputs.joined(computed.extras.get(DRAFTS), len(computed.hidden))
+        return computed if joined is None else computed._replace(extras={**computed.extras, DRAFTS: joined})
 
     def output_head(self, runner: ModelRunner) -> OutputHead:
         """Return what ends a step here."""

@@ -6,16 +6,18 @@ which those are: from the requests, or from the marks of failed rows among the t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
 
+from slotline.builder.communicators import HostLink
 from slotline.builder.sampling_profile import warm_up
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.model_runner.model_runner import ModelRunner
-from slotline.plugins.pipeline_ranks.links import HostLink, TokenLink
+from slotline.plugins.pipeline_ranks.links import TokenLink
 from slotline.registry.contracts import Communicator
 
 NAME = "pipeline_ranks"
@@ -28,7 +30,7 @@ class LastHead:
 
     def __init__(self, runner: ModelRunner, communicator: Communicator, host: HostLink) -> None:
         self._sampling, self._communicator, self._host, self._ops = runner.head, communicator, host, runner.ops
-        self._count_nans = runner.count_nans
+        self._tells = partial(_tells, runner)
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """Return the tokens that sample."""
@@ -46,7 +48,7 @@ class LastHead:
         if pending.sampled.numel():
             for rank in range(self._communicator.size - 1):
                 self._communicator.send(pending.sampled.contiguous(), rank)
-        return evolve(pending, extras={**pending.extras, NAME: _tells(launched, count_nans=self._count_nans)})
+        return evolve(pending, extras={**pending.extras, NAME: self._tells(launched.inputs)})
 
     def finish(self, pending: PendingSample) -> StepOutput:
         """Wait for a step's tokens, and tell what else it gave."""
@@ -62,7 +64,7 @@ class EarlierHead:
 
     def __init__(self, runner: ModelRunner, tokens: TokenLink, host: HostLink) -> None:
         self._sampling, self._tokens, self._host = runner.head, tokens, host
-        self._count_nans = runner.count_nans
+        self._tells = partial(_tells, runner)
         self._keep_states = runner.extensions.keep_states
 
     def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
@@ -78,7 +80,7 @@ class EarlierHead:
         count = len(inputs.logits_rows)
         extras: dict[str, Any] = {name: keep(launched, launched.hidden[:0]) for name, keep in self._keep_states}
         if not inputs.made_up:
-            extras[NAME] = _tells(launched, count_nans=self._count_nans)
+            extras[NAME] = self._tells(inputs)
         return PendingSample(
             batch=inputs.sampling,
             spec_positions=inputs.spec_positions,
@@ -105,6 +107,6 @@ class _Zeros:
         return torch.zeros(self._count, dtype=torch.int64).numpy()
 
 
-def _tells(launched: ForwardOutput, *, count_nans: bool) -> bool:
+def _tells(runner: ModelRunner, inputs: ModelInputs) -> bool:
     """Return whether the last rank tells more of a step than its tokens."""
-    return launched.whole or launched.inputs.scored is not None or count_nans
+    return runner.count_nans or inputs.scored is not None or bool(runner.rows.score_prompts(inputs.rows))

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline send each other: hidden states, sampled tokens, and on the host what belongs to them.
+"""What ranks of a pipeline send each other on devices: hidden states and sampled tokens.
 
 The order of these is the same for both ends of each pair. A stage receives the tokens of a step after its own work on a
 later step, and before it sends that on: as many steps later as there are stages between it and the last one. So the
@@ -7,14 +7,13 @@ device never waits for tokens while it has other work, and no two ranks wait for
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import define
 
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.registry.contracts import Communicator
@@ -108,28 +107,3 @@ class TokenLink:
             if step.stand_ins is not None and self._last_tokens is not None:
                 self._last_tokens.record(step.stand_ins, tokens.clamp(min=0))
             step.arriving = self._staging.download(tokens)
-
-
-@frozen(eq=False)
-class HostLink:
-    """Objects from the last rank to the others, on the host.
-
-    Attributes:
-        communicator: of the pipeline's ranks, for tensors in host memory.
-    """
-
-    communicator: Communicator
-
-    def send(self, value: Any) -> None:
-        """Send an object to all other ranks."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for rank in range(self.communicator.size - 1):
-            self.communicator.send(torch.tensor([len(data)]), rank)
-            self.communicator.send(data, rank)
-
-    def receive(self) -> Any:
-        """Return the next object of the last rank."""
-        last = self.communicator.size - 1
-        size = self.communicator.receive(torch.empty(1, dtype=torch.int64), last)
-        data = self.communicator.receive(torch.empty(int(size), dtype=torch.uint8), last)
-        return pickle.loads(data.numpy().tobytes())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
+from slotline.builder.communicators import PIPELINE_HOST, HostLink
 from slotline.builder.parts import Parts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens, resolved
@@ -18,11 +19,13 @@ from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.planner.drafter import draft_path, numbered
 from slotline.planner.model_family import family_for
+from slotline.planner.pipeline_ranks import proposes_on_last
 from slotline.planner.plan import Planned
 from slotline.proposers.speculation.async_spec_decode import AsyncSpecDecode
 from slotline.proposers.speculation.draft_attention import DraftAttention
 from slotline.proposers.speculation.draft_length_controller import DraftLengthController
 from slotline.proposers.speculation.draft_runner import DraftRunner
+from slotline.proposers.speculation.elsewhere import Elsewhere
 from slotline.registry.contracts import Drafter, DrafterCapabilities, DrafterContext, Model, ModelContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
@@ -58,7 +61,9 @@ class DraftRunnerBuilder:
         groups: block tables, by cache group.
         states: the extension that keeps states, None if no layer has any.
         context: of the drafter.
-        drafter: the built plugin.
+        drafter: the built plugin, or a stand-in where the last rank of a pipeline proposes.
+        layer_ids: the layers whose inputs the drafter reads, on all ranks.
+        link: to the other ranks of a pipeline whose last one proposes. None if this process proposes for itself.
     """
 
     planned: Planned
@@ -68,6 +73,8 @@ class DraftRunnerBuilder:
     states: Any
     context: DrafterContext
     drafter: Drafter
+    layer_ids: tuple[int, ...] = ()
+    link: HostLink | None = None
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
@@ -78,10 +85,33 @@ class DraftRunnerBuilder:
     def of(cls, parts: Parts) -> DraftRunnerBuilder:
         """Build the planned drafter."""
         context = _context(parts)
-        fix = "take a smaller draft model, or lower scheduler.max_requests"
-        drafter = parts.build(_descriptor(parts.planned), context, fix)
-        states = parts.named.get("states")
-        return cls(parts.planned, parts.rows, parts.last_tokens, parts.groups, states, context, drafter)
+        planned, fix = parts.planned, "take a smaller draft model, or lower scheduler.max_requests"
+        descriptor = _descriptor(planned)
+        drafter = parts.build(descriptor, context, fix) if planned.proposes else Elsewhere()
+        layer_ids, link = tuple(getattr(drafter, "layer_ids", ())), None
+        if planned.rank_stages and proposes_on_last(planned.drafter):
+            layer_ids, link = parts.of_stages(layer_ids)[-1], HostLink(parts.communicators[PIPELINE_HOST])
+        return cls(
+            planned,
+            parts.rows,
+            parts.last_tokens,
+            parts.groups,
+            parts.named.get("states"),
+            context,
+            drafter,
+            layer_ids=layer_ids if descriptor.capabilities.needs_layers else (),
+            link=link,
+        )
+
+    @property
+    def own_layer_ids(self) -> tuple[int, ...]:
+        """Those of the layers whose inputs the drafter reads that this process has."""
+        stage = self.planned.own_stage
+        if stage is None:
+            return self.layer_ids
+        first = stage.first_layer
+        end = stage.end_layer if not self.planned.is_last_stage else max((*self.layer_ids, first)) + 1  # wrong ones too
+        return tuple(index for index in self.layer_ids if first <= index < end)
 
     def build(self, attention: DraftAttention | None = None) -> DraftRunner:
         """Build the runner, with the attention of the drafter's own layers if it has any."""
@@ -102,12 +132,14 @@ class DraftRunnerBuilder:
             time_point=clock_of(planned.hardware[planned.device]),
             attention=attention,
             place=planned.place if planned.place.layout.data == 1 else ALONE,  # replicas draft each for itself
+            layer_ids=self.own_layer_ids,
+            link=self.link,
         )
 
     def attention(self, router: AttentionDispatcher) -> DraftAttention | None:
         """Build the attention of the drafter's own layers. Return None if it has none."""
         planned = self.planned
-        if not planned.draft_layers:
+        if not planned.draft_layers or not planned.proposes:
             return None
         return DraftAttention(
             router,

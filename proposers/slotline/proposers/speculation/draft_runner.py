@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.builder.communicators import HostLink
 from slotline.builder.graph_capturer import GraphCapturer
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
@@ -29,6 +30,7 @@ from slotline.proposers.speculation.draft_length_controller import DraftLengthCo
 from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.draft_timing import MeasuredStep, StepTimes
 from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.elsewhere import Elsewhere, Proposed
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
 from slotline.registry.contracts import (
@@ -37,7 +39,6 @@ from slotline.registry.contracts import (
     DraftBatch,
     Drafter,
     DrafterCapabilities,
-    LayerReader,
     Observer,
     TimePoint,
 )
@@ -85,8 +86,12 @@ class DraftRunner:
         time_point: Callable[[], TimePoint] = HostTime,
         attention: DraftAttention | None = None,
         place: Place = ALONE,
+        layer_ids: Sequence[int] = (),
+        link: HostLink | None = None,
     ) -> None:
         self.attention = attention
+        self._link = link
+        self._is_told = isinstance(drafter, Elsewhere)
         self._place = place
         self.drafter = drafter
         self.name = name
@@ -95,15 +100,12 @@ class DraftRunner:
         self.uniform = uniform
         self.paused = False
         self.num_tokens = num_tokens
-        self.needs_hidden_states = capabilities.needs_hidden_states
-        self.needs_computed = self.observing = capabilities.needs_computed
+        self.needs_hidden_states = capabilities.needs_hidden_states and not self._is_told
+        self.needs_computed = self.observing = capabilities.needs_computed and not self._is_told
         self.catches_up = capabilities.catches_up
         self._caught_up = np.full(rows.max_requests, -1)  # generations of rows whose tokens the drafter's cache has
         self.remembers = capabilities.remembers
-        self.taps: LayerTaps | None = None
-        if capabilities.needs_layers:
-            reader: LayerReader = drafter  # type: ignore[assignment]  # it declares needs_layers
-            self.taps = LayerTaps(reader.layer_ids, device)
+        self.taps = LayerTaps(layer_ids, device) if layer_ids else None
         self.counts = SpecDecodeMetrics(accepted_at=[0] * num_tokens)
         self._rows, self.drafts = rows, DraftTable(rows)
         self.history, self._check = DraftHistory(rows), check
@@ -220,6 +222,25 @@ class DraftRunner:
         self.record_computed()
         self.forget()
         self.mark_unproposed(rows)
+        found = None if self._is_told else self._proposed(rows, hidden_states)
+        if self._link is not None and len(rows):
+            found = self._shared(found, self._link)
+        if found is not None:
+            self._write(found)
+
+    def _shared(self, found: Proposed | None, link: HostLink) -> Proposed | None:
+        """Tell the other ranks of a proposal, or be told of it."""
+        if not self._is_told:
+            link.send(None if found is None else found.told())
+            return found
+        told: Proposed | None = link.receive()
+        if told is not None:
+            self._times.proposed(told.counts)
+            self.counts.proposals += 1
+        return told
+
+    def _proposed(self, rows: Int, hidden_states: HiddenStates | None) -> Proposed | None:
+        """Call the drafter, as `propose` says. Return None if there are no drafts."""
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
         wanted = self.select_rows(rows, room)
@@ -228,7 +249,7 @@ class DraftRunner:
             if hidden_states is not None:
                 hidden_states = hidden_states.take(np.flatnonzero(wanted))
         if not self.should_propose(rows):
-            return
+            return None
         start = perf_counter()
         try:
             self.history.follow(rows, known)
@@ -246,19 +267,24 @@ class DraftRunner:
             token_ids, tree = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
-            return
+            return None
         counts = self._lengths(token_ids, tree, known, room)
         counts = self.choose_counts(rows, counts, perf_counter() - start)
-        self.drafts.write(rows, token_ids, counts)
-        self.drafts.tree = tree
-        if self.uniform and tree is None and counts.any():
+        return Proposed(rows=rows, token_ids=token_ids, counts=counts, tree=tree, probabilities=draft.probabilities)
+
+    def _write(self, found: Proposed) -> None:
+        """Write a proposal to its rows."""
+        rows, known = found.rows, self._rows.num_tokens[found.rows]
+        self.drafts.write(rows, found.token_ids, found.counts)
+        self.drafts.tree = found.tree
+        if self.uniform and found.tree is None and found.counts.any():
             self._fill(rows, known)
         whole = (
             self.drafts.num_guesses[rows] == self._rows.num_spec_tokens[rows]
         )  # fillers are not in the drafter's cache
         self.caught_up(rows[whole], known[whole] - 1)
-        if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
-            self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
+        if found.probabilities is not None and found.tree is None:  # a tree is verified token by token
+            self.probabilities = found.probabilities.to(self._device, non_blocking=True)
             self.drafts.entry[rows] = np.arange(len(rows))
 
     def select_rows(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:

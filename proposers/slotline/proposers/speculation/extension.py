@@ -57,6 +57,11 @@ class DraftsExtension:
         self.drafting: DraftRunner = builder.build(None if router is None else builder.attention(router))
 
     @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers whose inputs the drafter reads, those of other ranks included."""
+        return self._builder.layer_ids
+
+    @property
     def counts(self) -> SpecDecodeMetrics:
         """The acceptance and the times of a run."""
         return self.drafting.counts
@@ -83,7 +88,7 @@ class DraftsExtension:
 
     def capture_graphs(self, graphs: GraphCapturer, *, progress: bool) -> None:
         """Capture the drafter's work if the plan says so."""
-        if self._planned.captures_drafts:
+        if self._planned.captures_drafts and self._planned.proposes:
             self.drafting.capture(graphs, progress=progress)
 
     def admit(self, request: Request) -> None:
@@ -163,6 +168,9 @@ class DraftsExtension:
     def keep_states(self, launched: ForwardOutput, states: torch.Tensor) -> SampledDrafts:
         """Return the states that the drafter reads: of the logits rows, and of all tokens if it reads those."""
         inputs, layers, drafting = launched.inputs, launched.extras.get(NAME), self.drafting
+        if not self._planned.proposes:
+            guesses = drafting.drafts.num_guesses[inputs.sampling.rows]
+            return SampledDrafts(step=inputs.extras[NAME], guesses=guesses, states=None, computed=None)
         observing, computed = drafting.observing, None
         own = HiddenStates(
             last=states if drafting.needs_hidden_states else None,

@@ -314,6 +314,7 @@ class ModelContext:
             `Model` are those of the whole model on each rank, bitwise the same.
         own_stage: the stage to load alone, for a family that declares `pipeline_ranks`. The other stages are with other
             ranks, and nothing of them stays in memory. None for the whole model.
+        with_embedding: the embedding is loaded beside a stage that does not begin with it, for `Model.embed`.
     """
 
     contract: int
@@ -333,6 +334,7 @@ class ModelContext:
     shard: Shard | None = None
     communicator: Communicator | None = None
     own_stage: Stage | None = None
+    with_embedding: bool = False
 
 
 class Model(Protocol):
