@@ -11,11 +11,13 @@ import mtp_checkpoints
 import pytest
 import quantized_checkpoints as forms
 import tiny_models
+import torch
 from engine_driver import random_prompts
 from lora_cases import PeftOracle
 from quantized_engines import answer, engine, expected, same
 from thread_ranks import ThreadRanks
 from tiny_engines import DEFAULTS, everything_returned
+from tiny_vision import image
 
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import ConfigError
@@ -219,5 +221,88 @@ def test_the_last_rank_proposes_and_all_ranks_verify(
     counts = over.each(lambda llm: llm.engine.extension("drafts").drafting.counts)
     assert all(one.accepted == counts[0].accepted and one.failures == 0 for one in counts)
     assert counts[0].proposed > 0
+    over.each(everything_returned)
+    over.close()
+
+
+# --- pooling
+
+ARCHITECTURES = {"auto": "LlamaForSequenceClassification", "mean": "LlamaModel"}
+
+
+@pytest.mark.parametrize(
+    ("task", "pooling", "ranks"),
+    [
+        ("embed", "mean", {"pipeline": 2}),
+        ("embed", "last", {"pipeline": 3, "scheduler.async": True}),
+        ("classify", "auto", {"pipeline": 2, "scheduler.async": True}),
+        pytest.param("embed", "cls", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_rank_has_the_answers_of_the_last(
+    task: str, pooling: str, ranks: dict[str, Any], tiny: Tiny, engines: Callable[..., LLM]
+) -> None:
+    """Prompts in chunks, behind cached prefixes and with too few blocks."""
+    sizes = {"num_labels": 3} if task == "classify" else {}
+    path = tiny("llama", architecture=ARCHITECTURES.get(pooling, "LlamaForCausalLM"), num_hidden_layers=3, **sizes)
+    settings = {"task": task, "model_family.transformers_decoder.pooling": pooling, "max_num_batched_tokens": 24}
+    whole = engines(path, **settings)
+    over = ThreadRanks(path, **{**DEFAULTS, "tensor": 1, **settings, **ranks, "memory": "160KiB"})
+    beginning = random_prompts([32], seed=5)[0]
+    prompts = [*random_prompts([3, 40, 17, 9, 1, 33]), [*beginning, 5, 6], [*beginning, 7]]
+    for _ in range(2):
+        expected = [one.outputs.data for one in getattr(whole, task)(prompts)]
+        for found in over.each(lambda llm: getattr(llm, task)(prompts)):
+            torch.testing.assert_close([one.outputs.data for one in found], expected, atol=1e-5, rtol=0)
+    over.each(everything_returned)
+    over.close()
+
+
+# --- images
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"tensor": 1}, pytest.param({"tensor": 2}, marks=pytest.mark.exhaustive)],
+    ids=["stages", "with tensor"],
+)
+def test_the_first_rank_encodes_images(
+    ranks: dict[str, Any], tiny_vision_model: Callable[[str], Path], engines: Callable[..., LLM]
+) -> None:
+    """Prompts in chunks that end within images, with adapters' place, preemption and images that are cached."""
+    path = tiny_vision_model("llava")
+    small = {"max_num_batched_tokens": 16, "max_model_len": 128, "max_num_seqs": 4, "scheduler.async": True}
+    whole, over = engines(path, **small), ThreadRanks(path, **{**DEFAULTS, **small, "pipeline": 2, **ranks})
+    texts = [("def <image> main(", [0]), ("import os, sys", []), ("The <image> jumps over the <image>", [2, 1])]
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}} if seeds else text
+        for text, seeds in texts
+    ]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    expected = whole.generate(prompts, params)
+    for _ in range(2):
+        for found in over.each(lambda llm: llm.generate(prompts, params)):
+            compare(found, expected)
+    assert not hasattr(over.llms[-1].engine.runner.model.hf_model, "encoder")  # type: ignore[attr-defined]
+    over.each(everything_returned)
+    over.close()
+
+
+def test_an_image_that_the_first_rank_cannot_encode_fails_on_all_ranks(
+    tiny_vision_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_vision_model("llava")
+    over = ThreadRanks(path, tensor=1, **{**DEFAULTS, "pipeline": 2, "max_model_len": 128})
+
+    def fail(modality: str, items: Any) -> Any:
+        raise ValueError("the encoder is broken")
+
+    monkeypatch.setattr(over.llms[0].engine.runner.model, "encode", fail)
+    prompts = [{"prompt": "def <image> main(", "multi_modal_data": {"image": [image(0)]}}, "import os"]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for bad, good in over.each(lambda llm: llm.generate(prompts, params)):
+        assert bad.outputs[0].finish_reason == "error"
+        assert "the encoder is broken" in str(bad.outputs[0].stop_reason)
+        assert len(good.outputs[0].token_ids) == 4
     over.each(everything_returned)
     over.close()

@@ -46,26 +46,34 @@ class Ranks(Protocol):
 
 @frozen(eq=False)
 class HostLink:
-    """Objects from the last rank to the others, on the host.
+    """Objects from one rank of a pipeline to the others, on the host.
 
     Attributes:
         communicator: of the pipeline's ranks, for tensors in host memory.
+        source: the rank that sends, -1 for the last.
     """
 
     communicator: Communicator
+    source: int = -1
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one that sends."""
+        return self.communicator.rank == self.source % self.communicator.size
 
     def send(self, value: Any) -> None:
         """Send an object to all other ranks."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for rank in range(self.communicator.size - 1):
-            self.communicator.send(torch.tensor([len(data)]), rank)
-            self.communicator.send(data, rank)
+        for rank in range(self.communicator.size):
+            if rank != self.communicator.rank:
+                self.communicator.send(torch.tensor([len(data)]), rank)
+                self.communicator.send(data, rank)
 
     def receive(self) -> Any:
-        """Return the next object of the last rank."""
-        last = self.communicator.size - 1
-        size = self.communicator.receive(torch.empty(1, dtype=torch.int64), last)
-        data = self.communicator.receive(torch.empty(int(size), dtype=torch.uint8), last)
+        """Return the next object."""
+        source = self.source % self.communicator.size
+        size = self.communicator.receive(torch.empty(1, dtype=torch.int64), source)
+        data = self.communicator.receive(torch.empty(int(size), dtype=torch.uint8), source)
         return pickle.loads(data.numpy().tobytes())
 
 

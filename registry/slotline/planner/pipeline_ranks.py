@@ -53,7 +53,9 @@ def with_draft_layers(stages: Stages, count: int, place: Place) -> Stages:
     return evolve(stages, of_layer=(*stages.of_layer, *(0 if is_last else -1 for _ in range(count))))
 
 
-def refuse_beside_stages(loaded: LoadedConfig, facts: ModelFacts, place: Place, *, task: str, form: str) -> None:
+def refuse_beside_stages(
+    loaded: LoadedConfig, facts: ModelFacts, drafter: Descriptor[Any] | None, place: Place, *, form: str
+) -> None:
     """Refuse what does not work over several stages of ranks, beside what no ranks can do (`ranks`).
 
     Args:
@@ -67,8 +69,8 @@ def refuse_beside_stages(loaded: LoadedConfig, facts: ModelFacts, place: Place, 
     config, texts = loaded.config, list[str]()
     if facts.parts is not None and not facts.parts.chained:
         texts.append(f"layers of {facts.architecture} read more of the tokens than hidden states")
-    if task != "generate":
-        texts.append(f"task {task!r} reads hidden states of whole prompts")
+    if facts.modalities and drafter is not None and drafter.capabilities.needs_computed:
+        texts.append(f"drafter {drafter.name!r} reads embeddings of items, which the first rank has")
     if any(layer.attention_type != "decoder" for layer in facts.layers):
         texts.append(f"{facts.architecture} has layers that are no decoder's")
     if config.scheduler.microbatches > 1:

@@ -336,7 +336,7 @@ def _negotiated(
     refuse_context(loaded, shards, facts, drafter, whole, place)
     refuse_beside_ranks(loaded, facts, place, source.format)
     refuse_beside_replicas(loaded)
-    refuse_beside_stages(loaded, facts, place, task=task, form=source.format)
+    refuse_beside_stages(loaded, facts, drafter, place, form=source.format)
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)

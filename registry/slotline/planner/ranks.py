@@ -47,7 +47,7 @@ def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
     if there.descriptor(own).capabilities.host_memory.support:
         return own
     name, _, index = own.name.partition(":")
-    keys = " x ".join(_keys(place.layout)) or "parallel.data"
+    keys = " x ".join(keys_of(place.layout)) or "parallel.data"
     asked = asked_for(place.layout) or f"parallel.data = {loaded.config.parallel.data}"
     if index and there.is_explicit(own):
         raise ConfigError(
@@ -71,10 +71,11 @@ def rank_device(loaded: LoadedConfig, there: Devices, place: Place) -> Device:
 
 def asked_for(layout: RankLayout) -> str:
     """Return the keys that ask for several ranks, with their values."""
-    return " and ".join(f"{key} = {getattr(layout, key.partition('.')[2])}" for key in _keys(layout))
+    return " and ".join(f"{key} = {getattr(layout, key.partition('.')[2])}" for key in keys_of(layout))
 
 
-def _keys(layout: RankLayout) -> list[str]:
+def keys_of(layout: RankLayout) -> list[str]:
+    """Return the keys that ask for several ranks."""
     return [f"parallel.{name}" for name in reversed(DIMENSIONS) if getattr(layout, name) > 1]
 
 
@@ -153,7 +154,7 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
     """
     if place.size == 1:
         return
-    config, texts, key = loaded.config, list[str](), _keys(place.layout)[0]
+    config, texts, key = loaded.config, list[str](), keys_of(place.layout)[0]
     if not isinstance(config.parallel.pipeline, int):
         texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
     if config.parallel.context_shards != 1:
@@ -162,12 +163,10 @@ def refuse_beside_ranks(loaded: LoadedConfig, facts: ModelFacts, place: Place, l
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are either divided or offloaded")
     if load_format == "sharded" and (place.layout.tensor > 1 or place.layout.data > 1):
         texts.append(f"{facts.path} has weights that were saved after the passes of one rank")
-    if facts.modalities and place.layout.pipeline > 1:
-        texts.append(f"{facts.architecture} takes inputs besides text")
     if texts:
         raise NegotiationError(
             f"{asked_for(place.layout)} ({loaded.origins[key].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {' and '.join(_keys(place.layout))} = 1",
+            fix=f"remove what it cannot hold beside, or set {' and '.join(keys_of(place.layout))} = 1",
         )
 
 
@@ -230,7 +229,7 @@ def choose_communicator(
         loaded.config.parallel.communicator,
         needs,
         none=f"no communicator joins {place.size} ranks",
-        fix=f"name or install one that fits, or set {' and '.join(_keys(place.layout))} = 1",
+        fix=f"name or install one that fits, or set {' and '.join(keys_of(place.layout))} = 1",
     )
     return CommunicatorChoice(
         within_layers=place.layout.tensor > 1 or place.layout.data > 1,

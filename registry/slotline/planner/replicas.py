@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from slotline.planner.experts import replicas_share_experts
-from slotline.planner.ranks import KEY as TENSOR
-from slotline.planner.ranks import layout_of
+from slotline.planner.ranks import asked_for, keys_of, layout_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.devices import Devices, called
 from slotline.registry.errors import ConfigError, NegotiationError
@@ -24,18 +25,19 @@ def refuse_few_devices(loaded: LoadedConfig, there: Devices) -> None:
     Raises:
         ConfigError: with both numbers.
     """
-    parallel, size = loaded.config.parallel, ranks_of_replica(loaded)
+    parallel, layout = loaded.config.parallel, evolve(layout_of(loaded), data=1)
+    size = layout.size
     own = there.named(loaded.config.device)
     if parallel.data == 1 or there.descriptor(own).capabilities.host_memory.support:
         return
     name = own.name.partition(":")[0]
     needed, count = parallel.data * size, there.count(name)
     if needed > count:
-        each = f" of {size} ranks ({TENSOR} = {parallel.tensor})" if size > 1 else ""
+        each = f" of {size} ranks ({asked_for(layout)})" if size > 1 else ""
         most = count // size
         raise ConfigError(
             f"{KEY} = {parallel.data} replicas{each} need {needed} {called(name)} devices, and there are {count}",
-            fix=f"set {KEY} = {most}" if most else f"lower {TENSOR}",
+            fix=f"set {KEY} = {most}" if most else f"lower {' or '.join(keys_of(layout))}",
         )
 
 
@@ -48,8 +50,8 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
     config, texts = loaded.config, list[str]()
     if config.parallel.data == 1:
         return
-    if config.parallel.pipeline != 1:
-        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers of one model")
+    if not isinstance(config.parallel.pipeline, int):
+        texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if texts:

@@ -88,7 +88,7 @@ def build(context: ModelContext, load: Load) -> Built:
         passed = _optimize(hf_model, context.device, context, origin.decisions)
     else:
         passed = _over_stages(hf_model, parts, context)
-    if encoder is not None:
+    if encoder is not None and (stage is None or stage.is_first):
         hf_model.encoder = encoder.to(parts[0].device)
     tokens = WHOLE if joined is None else _join(hf_model, joined, context)
     complete()
@@ -107,7 +107,7 @@ def read_plain(context: ModelContext, load: Load) -> Any:
     stage = own_stage.own_stage(fresh, context.own_stage)
     own_stage.leave_out(fresh, stage, with_embedding=context.with_embedding)()
     stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
-    if encoder is not None:
+    if encoder is not None and (stage is None or stage.is_first):
         fresh.encoder = encoder
     return fresh
 

@@ -30,6 +30,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         staged_adapters=Flag(True),
         tensor=Max(),
         sequence=Flag(True),
+        pipeline_ranks=Flag(True),
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -7,7 +7,7 @@ inspection, attention slots, passes and graphs are the same as a decoder's. Enco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,10 @@ class VisionModel(DecoderModel):
         self._image_token = modality.placeholder_token_id
         self._processing = self._processing_of(modality)
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
-        self._arguments = inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
+
+    @property
+    def _arguments(self) -> Collection[str]:
+        return inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
 
     def _processing_of(self, modality: Modality) -> ImageProcessing:
         if self.facts.architecture not in GRIDS:

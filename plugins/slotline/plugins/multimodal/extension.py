@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
+from slotline.builder.communicators import PIPELINE_HOST, HostLink
 from slotline.builder.parts import Parts
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.batch.input_batch_cpu import InputBatchCPU
@@ -19,6 +20,7 @@ from slotline.plugins.multimodal.embeds import StepEmbeds
 from slotline.plugins.multimodal.encoder_cache import EncoderCache
 from slotline.plugins.multimodal.encoder_runner import EncoderRunner
 from slotline.plugins.multimodal.features import Feature, features_of, num_embeddings
+from slotline.plugins.multimodal.first_rank import FirstRankEncoder
 from slotline.plugins.multimodal.item_scheduler import ItemScheduler
 from slotline.plugins.multimodal.prompt_reader import PromptReader
 from slotline.registry.contracts import ExtensionContext, MultimodalModel
@@ -48,7 +50,10 @@ class MultimodalExtension:
             max_batched_tokens=scheduler.max_batched_tokens,
             chunked_prefill=planned.chunked_prefill,
         )
-        self.encoder = EncoderRunner(model, planned.stages.stages[0].device)  # that of the token embeddings
+        device = planned.stages.stages[0].device  # that of the token embeddings
+        self.encoder = EncoderRunner(model, device)
+        if planned.rank_stages:
+            self.encoder = FirstRankEncoder(model, device, link=HostLink(parts.communicators[PIPELINE_HOST], source=0))
         self.prepare_request = self.items.prepare_request
         self.limit_tokens = self.items.limit_tokens
         self.limit_prompt = self.items.limit_prompt

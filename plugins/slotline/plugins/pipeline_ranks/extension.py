@@ -20,6 +20,7 @@ from slotline.core.model_runner.output_head import OutputHead
 from slotline.plugins.pipeline_ranks.heads import EarlierHead, LastHead
 from slotline.plugins.pipeline_ranks.layer_inputs import LayerInputs
 from slotline.plugins.pipeline_ranks.links import TokenLink, greet
+from slotline.plugins.pipeline_ranks.pooled import EarlierPoolingHead, LastPoolingHead
 from slotline.plugins.pipeline_ranks.turns import Turns
 from slotline.registry.contracts import ExtensionContext
 
@@ -45,6 +46,7 @@ class PipelineRanks:
         self.turns = Turns(planned.turns, context.max_requests)
         self._link = parts.communicators["pipeline"]
         self._host = HostLink(parts.communicators[PIPELINE_HOST])
+        self._pools = planned.task != "generate"
         self._pairs = parts.named.get("guidance")
         sizes = () if isinstance(config.graphs.sizes, str) else config.graphs.sizes
         most = max((config.scheduler.max_batched_tokens, *sizes))
@@ -113,6 +115,8 @@ class PipelineRanks:
 
     def output_head(self, runner: ModelRunner) -> OutputHead:
         """Return what ends a step here."""
+        if self._pools:
+            return LastPoolingHead(runner, self._host) if self._tokens is None else EarlierPoolingHead(self._host)
         if self._tokens is None:
             return LastHead(runner, self._link, self._host)
         return EarlierHead(runner, self._tokens, self._host)
