@@ -117,7 +117,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "form",
     [
-        "AWQ",
+        pytest.param("AWQ", marks=pytest.mark.slow),
         pytest.param("compressed-tensors FP8 block", marks=pytest.mark.slow),
         pytest.param("GPTQ with act order", marks=pytest.mark.slow),
     ],
@@ -135,6 +135,7 @@ def test_plain_weights_are_quantized_by_their_stage(ranks: dict[str, Any], plain
     same(over_stages(plain, **settings, **ranks), answer(engine(plain, optimize=True, **settings)))
 
 
+@pytest.mark.slow
 def test_quantized_experts_are_those_of_a_stage(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "intermediate_size": 128}
     plain = tiny_models.build("gpt_oss", tmp_path / "plain", **sizes)
@@ -233,9 +234,9 @@ ARCHITECTURES = {"auto": "LlamaForSequenceClassification", "mean": "LlamaModel"}
 @pytest.mark.parametrize(
     ("task", "pooling", "ranks"),
     [
-        ("embed", "mean", {"pipeline": 2}),
+        pytest.param("embed", "mean", {"pipeline": 2}, marks=pytest.mark.slow),
         ("embed", "last", {"pipeline": 3, "scheduler.async": True}),
-        ("classify", "auto", {"pipeline": 2, "scheduler.async": True}),
+        pytest.param("classify", "auto", {"pipeline": 2, "scheduler.async": True}, marks=pytest.mark.slow),
         pytest.param("embed", "cls", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
     ],
 )
@@ -305,4 +306,30 @@ def test_an_image_that_the_first_rank_cannot_encode_fails_on_all_ranks(
         assert "the encoder is broken" in str(bad.outputs[0].stop_reason)
         assert len(good.outputs[0].token_ids) == 4
     over.each(everything_returned)
+    over.close()
+
+
+# --- other forms of parallelism in each stage
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "sizes", "settings"),
+    [
+        ("llama", {"num_key_value_heads": 1}, {"parallel.decode_context": 2}),
+        ("deepseek_v2", {}, {"parallel.decode_context": 2}),
+        ("mixtral", {}, {"parallel.expert": 2, "batch_invariant": False}),
+    ],
+)
+def test_ranks_of_a_stage_share_keys_or_experts(
+    family: str, sizes: dict[str, Any], settings: dict[str, Any], tiny: Tiny, engines: Callable[..., LLM]
+) -> None:
+    path, small = tiny(family, num_hidden_layers=3, **sizes), {"max_num_batched_tokens": 24, "max_model_len": 128}
+    batch = {name: value for name, value in settings.items() if name == "batch_invariant"}
+    given = {**DEFAULTS, **small, **settings, "scheduler.async": True}
+    over = ThreadRanks(path, tensor=2, pipeline=2, **given)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    expected = engines(path, **small, **batch).generate(PROMPTS, params)
+    for found in over.each(lambda llm: llm.generate(PROMPTS, params)):
+        compare(found, expected)
     over.close()

@@ -225,7 +225,7 @@ def test_a_lone_request_is_in_every_step_unless_another_waits() -> None:
     [
         ("llama_deep", {"scheduler.microbatches": 2}, "scheduler.microbatches = 2: the ranks work on different steps"),
         ("llama_deep", {"parallel.pipeline": 5}, "5 stages for 4 layers"),
-        ("llama_deep", {"task": "embed"}, "task 'embed'"),
+        ("mixtral", {"parallel.tensor": 2, "parallel.expert": 2, "parallel.expert_loads": True}, "expert_loads = true"),
         ("gemma3n", {"parallel.layers": (5, 1)}, "reads the cache of"),
         ("gemma3n", {"parallel.layers": (1, 5)}, "layers of Gemma3nForCausalLM read more of the tokens"),
     ],

@@ -74,8 +74,9 @@ def a_third_joins_and_leaves(llm: LLM) -> None:
 
 @pytest.mark.usefixtures("none_left")
 @pytest.mark.exhaustive
-def test_a_stopped_process_is_found_and_two_ranks_make_a_replica() -> None:
-    llm = LLM(data=2, tensor=2, **SETTINGS)
+@pytest.mark.parametrize("ranks", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
+def test_a_stopped_process_is_found_and_two_ranks_make_a_replica(ranks: dict[str, int]) -> None:
+    llm = LLM(data=2, **ranks, **SETTINGS)
     expected = [output.outputs[0].text for output in LLM(**SETTINGS).generate(PROMPTS)]
     assert [output.outputs[0].text for output in llm.generate(PROMPTS)] == expected
     family = psutil.Process().children(recursive=True)

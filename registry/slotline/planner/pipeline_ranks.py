@@ -77,10 +77,8 @@ def refuse_beside_stages(
         texts.append(
             f"scheduler.microbatches = {config.scheduler.microbatches}: the ranks work on different steps at a time"
         )
-    if config.parallel.decode_context > 1:
-        texts.append(f"parallel.decode_context = {config.parallel.decode_context}: it was not tried over stages")
-    if config.parallel.expert > 1:
-        texts.append(f"parallel.expert = {config.parallel.expert}: experts are placed over all layers at once")
+    if config.parallel.expert_loads:
+        texts.append("parallel.expert_loads = true: experts are placed again over all layers at once")
     if form == "sharded":
         texts.append(f"weights in {str(facts.path)!r} were saved from one device, with all layers")
     if config.extensions:

@@ -145,18 +145,14 @@ def own_joined(hf_model: nn.Module, joined: Joined) -> Joined:
 
 def _others(hf_model: Any, stage: OwnStage) -> list[tuple[nn.Module, list[str]]]:
     """Return the children that other stages have, by the modules that hold them."""
-    base = hf_model.base_model
-    heads = (
-        [] if hf_model is base or stage.is_last else [n for n, child in hf_model.named_children() if child is not base]
-    )
-    children = []
-    for name, child in base.named_children():
-        if child is base.layers or name.startswith(ROTARY):
-            continue
-        if not (stage.is_last if child is base.norm else stage.is_first):
-            children.append(name)
-    layers = [str(number) for number in range(stage.total) if not stage.first <= number < stage.end]
-    return [(hf_model, heads), (base, children), (base.layers, layers)]
+    base, part = hf_model.base_model, Part(torch.device("cpu"), stage.first, stage.end)
+    found = stages.own_modules(hf_model, part, is_first=stage.is_first, is_last=stage.is_last)
+    kept = {base, base.layers, *(module for _, _, module in found)}
+    holders = dict.fromkeys((hf_model, base, base.layers))  # a model without a head is its own base
+    return [
+        (holder, [name for name, child in holder.named_children() if child not in kept and not name.startswith(ROTARY)])
+        for holder in holders
+    ]
 
 
 def _stand_in(module: nn.Module) -> nn.Module:

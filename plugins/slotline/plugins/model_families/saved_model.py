@@ -211,7 +211,7 @@ def _refusal(origin: Origin, context: ModelContext) -> tuple[str, str] | None:
     own = "use the checkpoint itself"
     if context.weights is not None and not context.weights.online:
         return "they are quantized in the checkpoint, and read from it as they are", own
-    if context.stages:
+    if context.stages or context.own_stage is not None:
         return "they are divided over pipeline stages", "save them from an engine with one device"
     if context.task != "generate":
         return f"the task is {context.task}, and its model is without the output projection", 'set task = "generate"'

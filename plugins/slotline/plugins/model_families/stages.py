@@ -155,7 +155,12 @@ def _enter(part: Part, _: nn.Module, args: Any, options: Any) -> Any:
 
 def _own(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[tuple[Any, str, nn.Module]]:
     """Yield the modules of one part, each with its parent module and its name there."""
-    base, part, is_last = hf_model.base_model, parts[index], index == len(parts) - 1
+    return own_modules(hf_model, parts[index], is_first=index == 0, is_last=index == len(parts) - 1)
+
+
+def own_modules(hf_model: Any, part: Part, *, is_first: bool, is_last: bool) -> Iterator[tuple[Any, str, nn.Module]]:
+    """Yield the modules of a part, each with its parent module and its name there."""
+    base = hf_model.base_model
     for name, child in hf_model.named_children() if hf_model is not base else ():  # a head
         if is_last and child is not base:
             yield hf_model, name, child
@@ -165,7 +170,7 @@ def _own(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[tuple[Any
         elif child is base.norm:
             is_own = is_last
         else:
-            is_own = index == 0 and child is not base.layers
+            is_own = is_first and child is not base.layers
         if is_own:
             yield base, name, child
     for number in range(part.first, part.end):

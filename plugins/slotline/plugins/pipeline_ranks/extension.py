@@ -19,7 +19,7 @@ from slotline.core.model_runner.model_runner import ComputedPass, ForwardPass, M
 from slotline.core.model_runner.output_head import OutputHead
 from slotline.plugins.pipeline_ranks.heads import EarlierHead, LastHead
 from slotline.plugins.pipeline_ranks.layer_inputs import LayerInputs
-from slotline.plugins.pipeline_ranks.links import TokenLink, greet
+from slotline.plugins.pipeline_ranks.links import TokenLink, greet, receive_into
 from slotline.plugins.pipeline_ranks.pooled import EarlierPoolingHead, LastPoolingHead
 from slotline.plugins.pipeline_ranks.turns import Turns
 from slotline.registry.contracts import ExtensionContext
@@ -94,9 +94,7 @@ class PipelineRanks:
 
     def _receive(self, there: torch.Tensor) -> None:
         """Receive what the stage before sends of a step into `there` [num_tokens, hidden_size]."""
-        found = self._link.receive(there, self._link.rank - 1)
-        if found is not there:
-            there.copy_(found)
+        receive_into(there, self._link, self._link.rank - 1)
         if self._inputs is not None:
             self._inputs.receive(len(there))
 

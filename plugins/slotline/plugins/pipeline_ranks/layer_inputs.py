@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slotline.plugins.pipeline_ranks.links import receive_into
 from slotline.registry.contracts import Communicator, Stage
 
 
@@ -33,10 +34,7 @@ class LayerInputs:
     def receive(self, count: int) -> None:
         """Receive what the stages before have of `count` tokens."""
         if self._before:
-            there = self._received[:count]
-            found = self._link.receive(there, self._link.rank - 1)
-            if found is not there:
-                there.copy_(found)
+            receive_into(self._received[:count], self._link, self._link.rank - 1)
 
     def joined(self, own: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
         """Return the inputs of all layers up to this stage's last one, [num_tokens, layers * hidden_size].

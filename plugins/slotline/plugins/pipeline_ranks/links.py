@@ -35,6 +35,13 @@ def greet(link: Communicator, device: str) -> None:
             link.send(number, rank)
 
 
+def receive_into(there: torch.Tensor, link: Communicator, source: int) -> None:
+    """Receive what a rank sends at an address."""
+    found = link.receive(there, source)
+    if found is not there:
+        there.copy_(found)
+
+
 @define(eq=False)
 class Awaited:
     """Tokens that the last rank samples. Implements `Download`.
