@@ -52,6 +52,8 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
         return
     if not isinstance(config.parallel.pipeline, int):
         texts.append(f"parallel.pipeline = {config.parallel.pipeline!r} divides the layers in one process")
+    elif config.parallel.pipeline > 1 and replicas_share_experts(loaded):
+        texts.append(f"parallel.pipeline = {config.parallel.pipeline}: the replicas share experts of all layers")
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if texts:
