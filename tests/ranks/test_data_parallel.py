@@ -328,7 +328,9 @@ def test_a_replica_that_ends_while_nothing_runs_ends_the_engine(replicas: LLM, s
 def test_what_replicas_do_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NegotiationError, match=r"parallel\.data = 2 .* cannot hold: parallel\.context_shards = 2"):
         LLM(data=2, **{"parallel.context_shards": 2})
-    with pytest.raises(NegotiationError, match=r"cannot hold: parallel\.pipeline = \('cpu', 'cpu'\) divides the layers"):
+    with pytest.raises(
+        NegotiationError, match=r"cannot hold: parallel\.pipeline = \('cpu', 'cpu'\) divides the layers"
+    ):
         LLM(data=2, **{"parallel.pipeline": ("cpu", "cpu")})
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
