@@ -52,6 +52,7 @@ from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.core.scheduler.scheduler import Scheduler
+from slotline.planner.compilation import compiler_backend
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import asked_shard
 from slotline.registry.attribution import BuiltPlugins, names_plugins
@@ -308,7 +309,7 @@ class EngineBuilder:
             device=planned.device,
             dtype=planned.plan.dtype,
             task=planned.task,
-            optimize=config.optimize,
+            optimize=config.optimize and config.compile.mode == "none",
             offload_bytes=int(config.offload_gib * 2**30),
             batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,
@@ -321,6 +322,7 @@ class EngineBuilder:
             communicator=self.communicators.get("data", self.communicators.get("tensor")),
             own_stage=planned.own_stage,
             with_embedding=planned.shares_embedding,
+            compiler=compiler_backend(config),
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with (

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from slotline.planner.async_scheduling import choose_async, overlap_drafts
 from slotline.planner.cache_specs import SpecBuilder, of_encoder, plan_pool
+from slotline.planner.compilation import capture_refusal, choose_compilation
 from slotline.planner.component_selection import (
     StructuredOutputChoice,
     choose_adaptive,
@@ -349,6 +350,17 @@ def _negotiated(
     microbatches = choose_microbatches(
         loaded, facts, task=task, drafter=drafter, lora=lora, stages=num_stages, family=family_descriptor
     )
+    compilation = choose_compilation(
+        loaded,
+        facts,
+        family_descriptor,
+        place,
+        drafter=drafter,
+        lora=lora,
+        fast_prefill=bool(fast_prefill.layers),
+        stages=num_stages,
+        form=source.format,
+    )
     parts = (
         family_descriptor,
         *processors,
@@ -375,6 +387,7 @@ def _negotiated(
             parser.setting,
             *fast_prefill.settings,
             *microbatches,
+            *compilation,
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),
@@ -402,6 +415,7 @@ def _negotiated(
     if plan.graphs.resolved != "none" and (
         refusal := shards.graphs_refusal
         or communicator.graphs_refusal
+        or capture_refusal(config)
         or _capture_refusal(family, facts, stages, plan, task)
         or weights_capture_refusal(weights)
     ):

@@ -144,6 +144,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         overlap=Flag(True),
         pipeline_ranks=Flag(True),
         sequence=Flag(True),
+        compiled=Flag(True, "models of attention layers alone"),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

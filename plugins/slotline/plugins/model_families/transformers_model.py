@@ -121,6 +121,11 @@ class DecoderModel:
             )
             keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self._origin.lean = isinstance(self._loop, LeanLoop)
+        if context.compiler:
+            from slotline.plugins.model_families.compiled import compiled
+
+            self._loop, compiled_notes = compiled(self.hf_model, self._loop, context.compiler)
+            loop_notes += compiled_notes
         self.notes: tuple[str, ...] = built.notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
         self._idle: Callable[[], None] | None = None  # made when it is first needed

@@ -142,6 +142,16 @@ class GraphsConfig:
 
 
 @frozen(kw_only=True)
+class CompileConfig:
+    """Compilation of the model by torch.compile, in place of the optimising passes."""
+
+    mode: Literal["none", "stock"] = field(
+        default="none", metadata=_doc("'stock': torch.compile takes each forward pass whole, and nothing is captured")
+    )
+    backend: str = field(default="inductor", metadata=_doc("of torch.compile, such as 'inductor' or 'aot_eager'"))
+
+
+@frozen(kw_only=True)
 class SchedulerConfig:
     """Composition of a step."""
 
@@ -597,6 +607,7 @@ class Config:
     cache: CacheConfig = field(factory=CacheConfig)
     kv_connector: KVConnectorConfig = field(factory=KVConnectorConfig)
     graphs: GraphsConfig = field(factory=GraphsConfig)
+    compile: CompileConfig = field(factory=CompileConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(factory=MultimodalConfig)
     parallel: ParallelConfig = field(factory=ParallelConfig)

@@ -111,6 +111,7 @@ class ModelFamilyCapabilities:
         sequence: ranks of a tensor group can add and norm hidden states of their own tokens alone, as `Shard.sequence`
             says. `inspect` refuses models where they cannot.
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
+        compiled: `load` takes `ModelContext.compiler`.
         token_types: models of checkpoints with several `ModelFacts.token_types` are `TypedModel`s.
     """
 
@@ -132,6 +133,7 @@ class ModelFamilyCapabilities:
     expert_replicas: Flag = Flag(False)
     overlap: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
+    compiled: Flag = Flag(False)
     token_types: Flag = Flag(False)
     sequence: Flag = Flag(False)
 
@@ -315,6 +317,8 @@ class ModelContext:
         own_stage: the stage to load alone, for a family that declares `pipeline_ranks`. The other stages are with other
             ranks, and nothing of them stays in memory. None for the whole model.
         with_embedding: the embedding is loaded beside a stage that does not begin with it, for `Model.embed`.
+        compiler: the backend of torch.compile that compiles each forward pass whole, for a family that declares
+            `compiled`. The passes are left out then. "" to compile nothing.
     """
 
     contract: int
@@ -335,6 +339,7 @@ class ModelContext:
     communicator: Communicator | None = None
     own_stage: Stage | None = None
     with_embedding: bool = False
+    compiler: str = ""
 
 
 class Model(Protocol):
