@@ -10,7 +10,7 @@ from tool_model import make_tool_model
 
 from slotline.core import LLM
 
-SETTINGS = {"dtype": "float32", "lora.name": "torch"}  # what is in the cache changes no text
+SETTINGS = {"dtype": "float32", "lora.name": "torch", "prompt_embeds": True}  # what is in the cache changes no text
 
 
 @pytest.fixture(scope="session")

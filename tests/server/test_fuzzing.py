@@ -68,7 +68,16 @@ RIGHT: dict[str, Any] = {
 """Values that this server serves, of fields whose type allows many others."""
 REFUSED = {
     *("audio", "chat_template_kwargs", "container", "context_management", "extra_args", "function_call", "functions"),
-    *("include_obfuscation", "mcp_servers", "negative_prompt", "prediction", "priority", "store", "suffix"),
+    *(
+        "include_obfuscation",
+        "mcp_servers",
+        "negative_prompt",
+        "prediction",
+        "priority",
+        "prompt_embeds",
+        "store",
+        "suffix",
+    ),
     *("thinking", "tool_choice", "tools", "verbosity", "web_search_options"),
 }
 """Fields that this server refuses with most values."""

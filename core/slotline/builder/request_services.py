@@ -161,6 +161,11 @@ def _absent(planned: Planned, refusal: tuple[str, str] | None) -> dict[str, Call
             f"adapter {given.lora_name!r} in an engine without adapters",
             'name a LoRA plugin, for instance lora.name = "torch"',
         )
+    if not planned.loaded.config.prompt_embeds:
+        absent["prompt_embeds"] = lambda _: (
+            "a prompt of embeddings in an engine that takes none",
+            "set prompt_embeds = true",
+        )
     if not planned.facts.modalities:
         absent["features"] = lambda given: (f"{len(given)} features for a model of text alone", "leave them out")
     return absent

@@ -346,7 +346,7 @@ class AsyncLLM:
         engine_params, readers = params, None
         if isinstance(params, SamplingParams) and params.detokenize and not params.stop and self.front.tokenizer:
             engine_params = _without_text(params)  # decoded here, and not on the engine's thread
-            readers = lambda request: self.tokenizer.detokenizer(request.prompt_token_ids, params)  # noqa: E731
+            readers = lambda request: self.tokenizer.detokenizer(request.known_prompt, params)  # noqa: E731
         group: list[Request] = []
         stream = OutputStream(kind, self.front.tokenizer)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slotline.core.api.prompts import PROMPT_KEYS, Prompt, as_token_ids
+from slotline.llm.prompt_embeds import as_prompt_embeds
 from slotline.registry.errors import RequestError
 from slotline.registry.plain_values import plain_number
 from slotline.registry.safe_repr import safe_repr
@@ -28,17 +29,29 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], reader: An
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": prompt}
     fields = {key: plain_number(value) for key, value in prompt.items()}
+    if fields.get("prompt_embeds", fields) is None:
+        del fields["prompt_embeds"]
     unknown = set(fields) - PROMPT_KEYS
-    if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
+    if unknown or not {"prompt", "prompt_token_ids", "prompt_embeds"} & set(fields):
         raise RequestError(
             f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
-            fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
-            "'request_id', 'token_type_ids'",
+            fix="give 'prompt', 'prompt_token_ids' or 'prompt_embeds', and optionally 'multi_modal_data', 'priority', "
+            "'cache_salt', 'request_id', 'token_type_ids'",
         )
+    if "prompt_embeds" in fields:
+        return _with_embeds(fields)
     if "prompt_token_ids" not in fields:
         fields["prompt_token_ids"] = _encoded(fields["prompt"], encode)
     data = fields.pop("multi_modal_data", None)
     return fields | _with_items(fields["prompt_token_ids"], data, reader) if data else fields
+
+
+def _with_embeds(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a prompt of embeddings, with token ids that hold their places."""
+    if others := sorted({"prompt", "prompt_token_ids", "multi_modal_data"} & set(fields)):
+        raise RequestError(f"a prompt has prompt_embeds beside {', '.join(others)}", fix="give one of them")
+    embeds = as_prompt_embeds(fields["prompt_embeds"]).clone()  # the caller may write to its own
+    return {**fields, "prompt_token_ids": [0] * len(embeds), "prompt_embeds": embeds}
 
 
 def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], reader: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import define, field
 
 from slotline.core.batch.request import UNSAMPLED, Request, Status
@@ -53,6 +54,13 @@ class SentRequest(Request):
             self.logprobs = []
         if self.params.stop or (stream and self.params.detokenize):
             self.detokenizer = SettledText()  # type: ignore[assignment]
+
+    def routed_tokens(self) -> npt.NDArray[np.int64]:
+        """Return numbers [n] int64 by which prompts are compared: the tokens, or hashes of a prompt's embeddings."""
+        if self.prompt_known:
+            return self.token_array
+        rows = self.inputs["prompt_embeds"].view(torch.uint8).numpy()
+        return np.array([hash(row.tobytes()) for row in rows])
 
     def take(self, token: int) -> None:
         """Add a token."""
@@ -112,6 +120,7 @@ def sent_request(
         params=sampling if not sampling.bad_words else with_bad_words(sampling, tokenizer),
         task_params=other,
         samples=other is None or samples,
+        prompt_known=fields["inputs"].get("prompt_embeds") is None,
         **fields,
     )
 

@@ -362,7 +362,7 @@ class ReplicaFront:
         if request.index and request.request_id == f"{first}/{request.index}":
             self.router.assign(replica, request.weight)
         else:
-            replica = self.router.route(request.token_array, request.weight, f"{request.cache_salt}/{adapter}")
+            replica = self.router.route(request.routed_tokens(), request.weight, f"{request.cache_salt}/{adapter}")
             self._group = request.request_id, replica
         request.replica = replica
 

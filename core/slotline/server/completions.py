@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,18 +17,20 @@ from slotline.core.api.outputs import CompletionOutput, RequestOutput
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice
+from slotline.server.embedded_prompts import as_embedded_prompts
 from slotline.server.errors import as_http_error, unsupported
 from slotline.server.fields import SamplingFields, as_prompts, prompt_options, sampling_params
 from slotline.server.http import DONE, EventStream, begun, event, gather_or_cancel, json_response
 from slotline.server.outputs import CompletionLogprobs, Counter, Usage, completion_logprobs, merged, refuse_failed
-from slotline.server.ranges import Natural, Prompts
+from slotline.server.ranges import EmbeddedPrompts, Natural, PromptsOrNone
 from slotline.server.state import ServerState, new_id, within_time
 
 
 class CompletionFields(SamplingFields, kw_only=True):
     """The body of a request."""
 
-    prompt: Prompts
+    prompt: PromptsOrNone
+    prompt_embeds: EmbeddedPrompts | None = None
     model: str | None = None
     max_tokens: Natural | None = None
     logprobs: Natural | None = None
@@ -131,27 +134,35 @@ async def create_completion(state: ServerState, request: Request) -> Response:
         HttpError, SlotlineError, msgspec.DecodeError: if it is wrong.
     """
     fields = await state.read(request, CompletionFields)
-    asked = _understood(state, fields)
+    embedded = await asyncio.to_thread(as_embedded_prompts, fields.prompt_embeds, state.llm.front.limits)
+    asked = _understood(state, fields, embedded)
     state.admit(len(asked.prompts), asked.params)
     if fields.stream:
         return EventStream(await state.answer(request, begun(_events(asked, fields))))
     return json_response(await state.answer(request, _whole(asked)))
 
 
-def _understood(state: ServerState, fields: CompletionFields) -> Asked:
+def _understood(state: ServerState, fields: CompletionFields, embedded: list[dict[str, Any]]) -> Asked:
+    """Return what a request means. The prompts that are embeddings come first."""
     if fields.suffix:
         raise unsupported("suffix")
     name, adapter = state.model(fields.model)
     echo, empty = bool(fields.echo), fields.max_tokens == 0
     if empty and not echo:
         raise RequestError("max_tokens=0 without echo", fix="ask for at least one token, or set echo to true")
+    if echo and embedded:
+        raise RequestError("echo beside prompt_embeds, whose tokens are not known", fix="leave echo out")
     params = sampling_params(
         fields,
         max_tokens=1 if empty else fields.max_tokens,
         logprobs=fields.logprobs,
         prompt_logprobs=fields.logprobs if echo and fields.prompt_logprobs is None else fields.prompt_logprobs,
     )
-    prompts = [{**prompt, **prompt_options(fields)} for prompt in as_prompts("prompt", fields.prompt)]
+    given = (fields.prompt or None) if embedded else fields.prompt  # OpenAI's clients send "" for none
+    if given is None and not embedded:
+        raise RequestError("prompt is null", fix="give a prompt, or prompt_embeds beside it")
+    others = [] if given is None else as_prompts("prompt", given)
+    prompts = [{**prompt, **prompt_options(fields)} for prompt in (*embedded, *others)]
     if fields.request_id:
         for index, prompt in enumerate(prompts):
             prompt["request_id"] = f"{fields.request_id}-{index}" if index else fields.request_id

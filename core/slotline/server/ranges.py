@@ -43,10 +43,12 @@ TokenBias = Annotated[dict[str, float], _shown(propertyNames={"pattern": "^[0-9]
 _TOKEN = {"type": "integer", "minimum": 0}
 _TEXT = {"type": "string", "minLength": 1}
 _MESSAGE = {"type": "object", "properties": {"role": {"type": "string"}}, "required": ["role"]}
-Prompts = Annotated[
-    str | list[str | int | list[int]],
-    _instead({"anyOf": [_TEXT, _list_of(_TEXT), _list_of(_TOKEN), _list_of(_list_of(_TOKEN))]}),
-]
+_PROMPTS = _instead({"anyOf": [_TEXT, _list_of(_TEXT), _list_of(_TOKEN), _list_of(_list_of(_TOKEN))]})
+Prompts = Annotated[str | list[str | int | list[int]], _PROMPTS]
 """A text, token ids, or a list of texts or of lists of token ids."""
+PromptsOrNone = Annotated[str | list[str | int | list[int]] | None, _PROMPTS]
+"""The same, or null where other prompts stand beside it."""
+EmbeddedPrompts = Annotated[str | list[str], _instead({"anyOf": [_TEXT, _list_of(_TEXT)]})]
+"""Prompts of embeddings, each a safetensors file in base64."""
 Messages = Annotated[list[dict[str, Any]], _instead(_list_of(_MESSAGE))]
 """A conversation. What else a message holds depends on the model's template."""

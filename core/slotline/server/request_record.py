@@ -82,7 +82,9 @@ class RequestRecord:
 
     def _keep(self, prompt: Mapping[str, Any], tokenizer: Tokenizer | None, room: int) -> None:
         text, token_ids = prompt.get("prompt"), ()
-        if not isinstance(text, str):
+        if (embeds := prompt.get("prompt_embeds")) is not None:
+            text = f"embeddings {list(embeds.shape)}"
+        elif not isinstance(text, str):
             token_ids = prompt["prompt_token_ids"]
             text = _decoded(token_ids[:room], tokenizer)
         self.cut |= len(text) > room or len(token_ids) > room

@@ -51,6 +51,7 @@ from slotline.planner.pipeline_ranks import (
     turns_of,
     with_draft_layers,
 )
+from slotline.planner.prompt_embeds import choose_prompt_embeds
 from slotline.planner.ranks import (
     CommunicatorChoice,
     choose_communicator,
@@ -388,6 +389,7 @@ def _negotiated(
             *fast_prefill.settings,
             *microbatches,
             *compilation,
+            *choose_prompt_embeds(loaded, facts, family_descriptor, drafter),
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),
@@ -457,6 +459,7 @@ def _negotiated(
         "kv_transfer": connector is not None,
         "microbatches": config.scheduler.microbatches > 1,
         "multimodal": bool(facts.modalities),
+        "prompt_embeds": config.prompt_embeds,
         "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and num_stages == 1,
         "structured_output": grammars.descriptor is not None,
     }

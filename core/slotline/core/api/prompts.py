@@ -19,7 +19,10 @@ from slotline.registry.safe_repr import safe_repr
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 PROMPT_KEYS = frozenset(
-    {"prompt", "prompt_token_ids", "multi_modal_data", "priority", "cache_salt", "request_id", "token_type_ids"}
+    {
+        *("prompt", "prompt_token_ids", "prompt_embeds", "multi_modal_data", "token_type_ids"),
+        *("priority", "cache_salt", "request_id"),
+    }
 )
 
 

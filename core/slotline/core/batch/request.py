@@ -41,6 +41,7 @@ class Request:
     Attributes:
         request_id: unique among the unfinished.
         prompt_token_ids: at least one token. `token_array` [n] int64 holds the same.
+        prompt_known: False if the prompt's tokens only hold the places of what an extension computes in their stead.
         params: sampling parameters.
         task_params: parameters of another task than generation, as its extension adjusted them. None to generate.
         samples: whether it gets tokens. Otherwise it ends with an `answer`.
@@ -74,6 +75,7 @@ class Request:
     whole_prompt: bool = field(
         default=Factory(lambda self: self.params.prompt_logprobs is not None, takes_self=True), repr=False
     )
+    prompt_known: bool = True
     prompt: str | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -104,6 +106,11 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Scheduling order: lower goes first."""
         return (self.priority, self.arrival)
+
+    @property
+    def known_prompt(self) -> list[int]:
+        """Return the prompt's tokens as others may read them: none if they only hold places."""
+        return self.prompt_token_ids if self.prompt_known else []
 
     @property
     def finished(self) -> bool:

@@ -51,7 +51,7 @@ class InputProcessor:
         others = [other for follow in self.extensions.followers for other in follow(request)]
         self._validate_followers(request, others)
         if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
-            request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
+            request.detokenizer = self.tokenizer.detokenizer(request.known_prompt, params)
         try:
             for one in (request, *others):
                 self._enter(one)

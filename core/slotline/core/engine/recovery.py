@@ -98,7 +98,7 @@ class Recovery:
     def _take_back(self, request: Request, tokens: list[int]) -> None:
         """Make text and log-probabilities those of the output `tokens`."""
         if request.detokenizer is not None and self.tokenizer is not None:
-            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            detokenizer = self.tokenizer.detokenizer(request.known_prompt, request.params)
             for token in tokens:
                 detokenizer.append(token, may_stop=False)  # none of them completed a stop string
             request.detokenizer = detokenizer

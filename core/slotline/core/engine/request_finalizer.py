@@ -89,7 +89,7 @@ class RequestFinalizer:
         if detokenizer is None:
             if self.tokenizer is None or not request.params.detokenize:
                 return
-            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            detokenizer = self.tokenizer.detokenizer(request.known_prompt, request.params)
             tokens = request.output_token_ids
             for token in tokens[:-1] if self.stops.ends_outside_text(request) else tokens:
                 detokenizer.append(token)

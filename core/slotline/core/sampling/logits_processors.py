@@ -171,7 +171,7 @@ class ProcessorPipeline:
             check_floor(slot.name, slot.source, floor)
             self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
         for slot in self.slots:
-            slot.set_active(row, bool(slot.processor.admit(row, params, list(request.prompt_token_ids))))
+            slot.set_active(row, bool(slot.processor.admit(row, params, list(request.known_prompt))))
 
     def release(self, row: int) -> None:
         """Release the request of `row` in every processor. Failures are logged, and the other processors go on."""

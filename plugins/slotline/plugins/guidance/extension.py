@@ -68,7 +68,7 @@ class GuidanceExtension:
         if request.leader is None:
             for slot in self._processors:
                 with checking(slot.name, slot.source):
-                    companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
+                    companion = slot.processor.companion(request.params.as_mapping(), list(request.known_prompt))
                 found += [] if companion is None else [companion]
         if len(found) > 1:
             raise RequestError(

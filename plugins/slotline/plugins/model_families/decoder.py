@@ -145,6 +145,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         pipeline_ranks=Flag(True),
         sequence=Flag(True),
         compiled=Flag(True, "models of attention layers alone"),
+        prompt_embeds=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

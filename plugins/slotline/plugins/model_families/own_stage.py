@@ -195,11 +195,12 @@ class LeanStage(LeanLoop):
         inputs_embeds: torch.Tensor | None,
         tap: Tap | None,
     ) -> torch.Tensor:
-        """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent."""
+        """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent, or a prompt's."""
         stage = self._stage
-        states = (
-            self._embed(input_ids, None) if inputs_embeds is None else self._tokens.enter(inputs_embeds.unsqueeze(0))
-        )
+        if stage.is_first or inputs_embeds is None:
+            states = self._embed(input_ids, inputs_embeds)
+        else:
+            states = self._tokens.enter(inputs_embeds.unsqueeze(0))
         embeddings = self._position_embeddings(self._parts[0], states, positions)
         layers = list(self._base.layers)[stage.first : stage.end]
         norm = self._base.norm if stage.is_last else None
@@ -237,12 +238,13 @@ class TransformersStage:
         inputs_embeds: torch.Tensor | None = None,
         tap: Tap | None = None,
     ) -> torch.Tensor:
-        """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent."""
+        """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent, or a prompt's."""
         given = {"position_ids": positions.unsqueeze(0)} | self._options
         if inputs_embeds is None:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
-            self._received = given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+            given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+            self._received = None if self._stage.is_first else given["inputs_embeds"]
         shown = tapped(self._base.layers, self._tokens.tapping(tap), range(self._stage.first, self._stage.end))
         with self._tokens.step(positions.shape[0], divided=False), shown:
             outputs = self._base(**given)

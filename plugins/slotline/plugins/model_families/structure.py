@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 
 BODY = "slotline_body"
 """Attribute of a model whose decoder lies in a wrapper, e.g. OPT's."""
+
+_SCALED = re.compile(r"embed\w*\(input_ids\)\s*\*\s*self\.(\w+)")
 
 
 def find_body(hf_model: Any) -> Any:
@@ -73,6 +76,18 @@ def hidden_size(hf_model: Any) -> int:
     """Return the width of the hidden states."""
     stated = getattr(hf_model.config, "hidden_size", None)
     return int(hf_model.get_input_embeddings().weight.shape[1] if stated is None else stated)
+
+
+def embedding_scale(body: nn.Module) -> float | None:
+    """Return the factor by which a decoder multiplies the embeddings of token ids, and not embeddings that it is given.
+
+    None for the most of them, which treat both alike.
+    """
+    try:
+        found = _SCALED.search(inspect.getsource(type(body).forward))
+    except (OSError, TypeError):  # a class without a file
+        return None
+    return None if found is None else float(getattr(body, found[1]))
 
 
 def taking(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from slotline.plugins.model_families import (
     random_weights,
     saved_model,
     stages,
+    structure,
     tried,
 )
 from slotline.plugins.model_families.adapters import Adaptation
@@ -166,7 +167,11 @@ class DecoderModel:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
         embeddings: torch.Tensor = self.hf_model.get_input_embeddings()(input_ids)
-        return embeddings
+        return embeddings if self._embedding_scale is None else embeddings * self._embedding_scale
+
+    @cached_property
+    def _embedding_scale(self) -> float | None:
+        return structure.embedding_scale(self.hf_model.base_model)
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:

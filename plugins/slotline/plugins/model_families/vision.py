@@ -31,6 +31,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         tensor=Max(),
         sequence=Flag(True),
         pipeline_ranks=Flag(True),
+        prompt_embeds=Flag(True),
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

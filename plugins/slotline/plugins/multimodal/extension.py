@@ -74,7 +74,7 @@ class MultimodalExtension:
             RequestError: with the sizes.
         """
         features = features_of(request)
-        self.reader.validate(request.prompt_token_ids, features)
+        self.reader.validate(request.known_prompt, features)
         needed, what = max((feature.size for feature in features), default=0), "an item"
         if not self.items.chunked_prefill:
             needed, what = sum({f.mm_hash: f.size for f in features}.values()), "a prompt that is not split"

@@ -19,6 +19,7 @@ descriptor = Descriptor(
         needs_checkpoint=True,
         on_device=True,
         graphs=Flag(True),
+        prompt_embeds=Flag(True),
     ),
     factory="slotline.proposers.eagle.drafter:EagleDrafter",
 )
@@ -35,6 +36,7 @@ descriptor_3 = Descriptor(
         needs_checkpoint=True,
         on_device=True,
         graphs=Flag(True),
+        prompt_embeds=Flag(True),
     ),
     factory="slotline.proposers.eagle.drafter:Eagle3Drafter",
 )

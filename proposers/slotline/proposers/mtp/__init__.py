@@ -18,6 +18,7 @@ descriptor = Descriptor(
         needs_kv_group=True,
         on_device=True,
         graphs=Flag(True),  # the layer is of the model's own kind: what forbids its capture forbids the model's
+        prompt_embeds=Flag(True),
     ),
     factory="slotline.proposers.mtp.drafter:MtpDrafter",
 )

@@ -245,7 +245,7 @@ class AsyncSpecDecode:
         return DraftBatch(
             rows=torch.from_numpy(rows.copy()),
             token_table=self._drafting.history.tensor,
-            num_tokens=torch.from_numpy(self._bounds(settled).astype(np.int32)),
+            num_tokens=torch.from_numpy(self._drafting.history.lengths(rows, self._bounds(settled)).astype(np.int32)),
             last_token_ids=stood.newest,
             positions=stood.positions,
             previous_token_ids=stood.previous if self._drafting.catches_up else None,

@@ -11,10 +11,13 @@ import torch
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.sampling.sampler import uniforms
+from slotline.proposers.speculation.draft_history import DraftHistory
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.registry.contracts import ComputedTokens, DraftBatch
 
 Int = npt.NDArray[np.int64]
+_EMBEDDING = ("multimodal", "prompt_embeds")
+"""Extensions that replace embeddings of a step's tokens."""
 _DRAW = np.uint64(0xD6E8FEB86659FD93)
 """Separates the drafter's random numbers from the sampler's."""
 
@@ -26,7 +29,7 @@ def draft_batch(
     hidden_states: HiddenStates | None,
     num_tokens: int,
     device: str,
-    history: torch.Tensor,
+    history: DraftHistory,
 ) -> DraftBatch:
     """Build a request for up to `num_tokens` drafts after the `known` [n] tokens of `rows` [n].
 
@@ -37,14 +40,14 @@ def draft_batch(
         hidden_states: of the last accepted position of each. None if the drafter reads none.
         num_tokens: most drafts for each request.
         device: torch device string.
-        history: [max_requests, max_model_len] int32, tokens by row, which the drafter may overwrite.
+        history: the copy of the tokens, which the drafter may overwrite.
     """
     newest = table.token_ids[rows, known - 1].astype(np.int64)
     places = known[:, None] + np.arange(num_tokens)
     return DraftBatch(
         rows=torch.from_numpy(rows.copy()),
-        token_table=history,
-        num_tokens=torch.from_numpy(known.astype(np.int32)),
+        token_table=history.tensor,
+        num_tokens=torch.from_numpy(history.lengths(rows, known).astype(np.int32)),
         last_token_ids=torch.from_numpy(newest).to(device),
         positions=torch.from_numpy(known - 1).to(device),
         hidden_states=None if hidden_states is None else hidden_states.last,
@@ -70,16 +73,18 @@ def computed_tokens(
         states: the step's inputs and hidden states.
         following: [num_padded_tokens] int64 on the device, the token after each.
         device: torch device string.
-        embed: embeds tokens, for drafters that see multimodal inputs one token ahead.
+        embed: embeds tokens, for drafters that see multimodal inputs and prompts of embeddings one token ahead.
         hidden_states: True if the drafter reads the hidden states.
         attends: True if it has its own attention layers.
     """
     inputs = states.inputs
     starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
     next_embeds = None
-    shown = inputs.extras.get("multimodal") if embed is not None else None
-    if shown is not None and (ahead := shown.following()) is not None:
-        next_embeds = ahead.merged(embed, following)
+    for name in _EMBEDDING if embed is not None else ():
+        shown = inputs.extras.get(name)
+        if shown is not None and (ahead := shown.following()) is not None:
+            others = next_embeds
+            next_embeds = ahead.merged(embed if others is None else lambda _, kept=others: kept, following)
     return ComputedTokens(
         rows=torch.from_numpy(inputs.rows.copy()),
         query_start_loc=torch.from_numpy(starts.astype(np.int64)),

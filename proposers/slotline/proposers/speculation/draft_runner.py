@@ -96,6 +96,7 @@ class DraftRunner:
         self.drafter = drafter
         self.name = name
         self.control = control
+        self._serves_embeds = not capabilities.needs_computed or bool(capabilities.prompt_embeds.support)
         self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
         self.uniform = uniform
         self.paused = False
@@ -119,13 +120,15 @@ class DraftRunner:
         self._times = StepTimes(time_point)
 
     def admit(self, request: Request) -> None:
-        """Admit a request that took its row. If the drafter refuses it, it runs without drafts."""
+        """Admit a request that took its row. If the drafter refuses or cannot read it, it runs without drafts."""
         self.served[request.row] = False
-        self.history.begin(request.row)
+        self.history.begin(request.row, 0 if request.prompt_known else len(request.prompt_token_ids))
         if self.control is not None:
             self.control.admit(request.row)
+        if not (request.prompt_known or self._serves_embeds):
+            return
         try:
-            self.drafter.admit(request.row, list(request.prompt_token_ids))
+            self.drafter.admit(request.row, list(request.known_prompt))
         except Exception as error:  # a plugin may raise anything
             self.failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
         else:
@@ -253,8 +256,7 @@ class DraftRunner:
         start = perf_counter()
         try:
             self.history.follow(rows, known)
-            shown = self.history.tensor
-            batch = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device, shown)
+            batch = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device, self.history)
             staged = None
             if self.catches_up:
                 previous = self._rows.token_ids[rows, known - 2].astype(np.int64)

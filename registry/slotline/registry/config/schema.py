@@ -585,6 +585,9 @@ class Config:
     optimize: bool = field(
         default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules")
     )
+    prompt_embeds: bool = field(
+        default=False, metadata=_doc("take prompts that are embeddings, as `prompt_embeds` of a prompt or over HTTP")
+    )
     batch_invariant: bool = field(
         default=False,
         metadata=_doc(

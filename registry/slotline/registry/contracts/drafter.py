@@ -55,6 +55,9 @@ class DrafterCapabilities:
         graphs: `observe` and `propose` can be captured in CUDA graphs and replayed without Python. They work only on
             the device, read changing values from the device tensors passed to them (including `observed`), and return
             tensors whose shapes depend only on the number of requests or tokens. For chains without probabilities only.
+        prompt_embeds: `observe` reads `next_embeds` where it is given, and no token of a prompt. Without this a drafter
+            that `needs_computed` gets no requests whose prompts are embeddings. Other drafters see such a request from
+            its first output token on: `token_table` and `num_tokens` leave the prompt out.
     """
 
     devices: Set[str]
@@ -72,6 +75,7 @@ class DrafterCapabilities:
     on_device: bool = False
     catches_up: bool = False
     graphs: Flag = Flag(False)
+    prompt_embeds: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -189,8 +193,9 @@ class ComputedTokens:
         token_ids, positions: [num_tokens] int64 on the device.
         next_token_ids: [num_tokens] int64 on the device, the token after each. For a request's last token it is the
             newest token or the prompt's next one. After a rejected draft the value has no meaning.
-        next_embeds: [num_tokens, hidden_size], the embeddings of `next_token_ids`, with those of images and other items
-            in their places. None if there are no items among them, so that the token ids are sufficient.
+        next_embeds: [num_tokens, hidden_size], the embeddings of `next_token_ids`, with those of images, other items
+            and prompts of embeddings in their places. None if there are none among them, so that the token ids are
+            sufficient.
         hidden_states: [num_tokens, hidden_size], after the last norm. None unless `needs_hidden_states`.
         layer_hidden_states: [num_tokens, layers * hidden_size]. None unless `needs_layers`.
         attend: for a drafter that `needs_kv_group`, the attention of its own layers for these tokens. Call each layer
@@ -228,7 +233,10 @@ class Drafter(Protocol):
     """Protocol of a built drafter."""
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Start a new request in `row`, and forget the row's previous contents."""
+        """Start a new request in `row`, and forget the row's previous contents.
+
+        A prompt of embeddings has no token ids.
+        """
         ...
 
     def propose(self, batch: DraftBatch) -> Draft:

@@ -54,6 +54,7 @@ CARRIED: tuple[str, ...] = (
     "multimodal",
     "pipeline_ranks",
     "pooling",
+    "prompt_embeds",
     "repeated_steps",
     "states",
     "structured_output",

@@ -30,6 +30,8 @@ class LogitsProcessorCapabilities:
     Attributes:
         devices: device types.
         parameters: names in `SamplingParams` (or keys of its `extra_args`) that it consumes.
+        output_parameters: those of `parameters` whose effect does not depend on the prompt's tokens, of a processor
+            that `needs_history`. Its other parameters are refused for prompts of embeddings, whose tokens nobody knows.
         argmax_invariant: never changes the most likely token, so greedy requests may skip it.
         needs_history: reads the output tokens so far.
         sequential: its effect at a position also depends on the logits that it saw at earlier positions of the row. It
@@ -52,6 +54,7 @@ class LogitsProcessorCapabilities:
 
     devices: Set[str] = Set(None)
     parameters: tuple[str, ...] = ()
+    output_parameters: tuple[str, ...] = ()
     argmax_invariant: bool = False
     needs_history: bool = False
     sequential: bool = False
@@ -181,7 +184,7 @@ class LogitsProcessor(Protocol):
             row: the request's permanent row.
             params: the parameters passed to `validate`. `seed` is the seed that the engine samples the request with,
                 also if the request did not set one.
-            prompt_token_ids: the request's prompt.
+            prompt_token_ids: the request's prompt. Empty for a prompt of embeddings.
 
         Returns:
             True if the processor has work for the request. If False, `apply` does not get the row, and `release` is not

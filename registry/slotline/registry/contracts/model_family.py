@@ -113,6 +113,9 @@ class ModelFamilyCapabilities:
         pipeline_ranks: `load` can load one stage of a pipeline alone (`ModelContext.own_stage`), as a `StageModel`.
         compiled: `load` takes `ModelContext.compiler`.
         token_types: models of checkpoints with several `ModelFacts.token_types` are `TypedModel`s.
+        prompt_embeds: `Model.forward` takes `inputs_embeds` after `wanted` as that of a `MultimodalModel` does, and no
+            layer reads token ids, so that prompts may be given as embeddings. A model with `ModelParts.chained` false
+            is left out.
     """
 
     architectures: Set[str]
@@ -136,6 +139,7 @@ class ModelFamilyCapabilities:
     compiled: Flag = Flag(False)
     token_types: Flag = Flag(False)
     sequence: Flag = Flag(False)
+    prompt_embeds: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -406,7 +410,8 @@ class Model(Protocol):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64. The caller may overwrite them.
 
-        Called for a model with inputs other than text, and by drafters that share the embedding.
+        Called for a model with inputs other than text, in steps with prompts of embeddings, and by drafters that share
+        the embedding.
         """
         ...
 

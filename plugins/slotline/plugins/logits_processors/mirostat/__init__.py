@@ -10,6 +10,7 @@ descriptor = Descriptor(
     summary="keeps as many tokens as hold a text's surprise near a target (Mirostat 2)",
     capabilities=LogitsProcessorCapabilities(
         parameters=("mirostat_tau", "mirostat_eta"),
+        output_parameters=("mirostat_tau", "mirostat_eta"),
         argmax_invariant=True,
         needs_history=True,
         sequential=True,

@@ -10,6 +10,7 @@ descriptor = Descriptor(
     summary="presence, frequency and repetition penalties",
     capabilities=LogitsProcessorCapabilities(
         parameters=("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        output_parameters=("presence_penalty", "frequency_penalty"),
         needs_history=True,
         speculation=Flag(True),
         default=True,
