@@ -38,10 +38,15 @@ class SameTokens:
     same_tokens = True
 
     def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
-        self._module, self._communicator = module, communicator
-        self._sums = sums_of(module, fused=fused)
+        self._module, self._fused = module, fused
+        self.join(communicator)
         loads = getattr(module, "slotline_loads", None)
         self._one = None if loads is None else torch.ones((), dtype=torch.int64, device=loads.device)
+
+    def join(self, communicator: Communicator) -> None:
+        """Share the experts with the ranks of a communicator, by the number of experts that the mixture has now."""
+        self._communicator = communicator
+        self._sums = sums_of(self._module, fused=self._fused)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

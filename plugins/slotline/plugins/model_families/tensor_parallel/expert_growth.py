@@ -1,0 +1,177 @@
+"""Change of the ranks that share experts, between steps: how many there are, and how many experts each has.
+
+Weights go from ranks that have them to those that need them. A rank that gets fewer slots keeps the memory of the
+others, so that addresses stay, and so they do when it gets them back. For more slots than it ever had it takes new
+memory. A captured graph does not outlive the change in any case: it holds the old group, and the old number of slots.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.plugins.model_families.tensor_parallel.expert_moves import PIECE, Moves, SharedMixtures
+from slotline.plugins.model_families.tensor_parallel.expert_parallel import (
+    LOADS,
+    LOCAL,
+    PLACEMENT,
+    PLACES,
+    WEIGHTS,
+    place,
+    places_of,
+)
+from slotline.registry.contracts.communicator import Communicator
+from slotline.registry.errors import ModelError
+
+Array = np.ndarray[Any, Any]
+_ROOM = "slotline_room"
+
+
+class GrowingMixtures(SharedMixtures):
+    """Mixtures of a loaded model whose experts another number of ranks may share."""
+
+    def resize(self, held: Sequence[Sequence[Array]], placements: Sequence[Array], ranks: int) -> int:
+        """Give each rank its slots of placements over another number of ranks. See `resize`.
+
+        Args:
+            held: the experts in the slots of each rank, [slots] int64 for each mixture.
+            placements: the expert of each slot, [slots] int64 for each mixture.
+
+        Raises:
+            ModelError: if experts cannot move, or the ranks divide more than experts. Nothing has changed then.
+        """
+        if any(module.forward.same_tokens for module in self._modules):
+            raise ModelError(
+                "the ranks of a tensor group divide more than experts", fix="build the engine again with other ranks"
+            )
+        for module in self._modules:
+            refuse_packed(module)
+        each = zip(self._modules, held, placements, strict=True)
+        return sum(resize(module, self._communicator, own, new, ranks) for module, own, new in each)
+
+    def join(self, communicator: Communicator) -> None:
+        """Share the experts with the ranks of another communicator."""
+        self._communicator = communicator
+        for module in self._modules:
+            module.forward.join(communicator)
+
+
+def resize(module: Any, communicator: Communicator, held: Sequence[Array], placement: Array, ranks: int) -> int:
+    """Give a mixture of each rank its slots of a placement over another number of ranks. All ranks call it.
+
+    Args:
+        communicator: over the ranks before and after.
+        held: the experts in the slots of each of its ranks, [slots] int64. They may be none.
+        placement: the expert of each slot of all ranks after, [slots] int64.
+        ranks: number of ranks after, which are the first ones. The others give what is needed, and keep nothing.
+
+    Returns:
+        number of experts that came from other ranks to this one.
+
+    """
+    rank, slots = communicator.rank, len(placement) // ranks
+    stays, most = rank < ranks, max(slots, *map(len, held))
+    rooms = {name: _room(module, name, slots) for name in WEIGHTS if module._parameters.get(name) is not None}
+    kept = all(room.data_ptr() == module._parameters[name].data_ptr() for name, room in rooms.items())
+    moves = between(held, placement, rank, ranks, kept=kept)
+    with torch.no_grad():
+        for name, room in rooms.items():
+            weight = module._parameters[name]
+            _move(weight.data, room, moves, communicator, most)
+            if stays:
+                weight.data = room
+        if stays:
+            _write(module, placement, rank, slots)
+    return moves.came
+
+
+def refuse_packed(module: Any) -> None:
+    """Refuse experts whose weights are not plain tensors.
+
+    Raises:
+        ModelError: naming the class.
+    """
+    if module._parameters.get("down_proj") is None:
+        raise ModelError(
+            f"the experts of {type(module).__name__} are packed by a plugin, and do not move",
+            fix="build the engine again with another number of ranks",
+        )
+
+
+def between(held: Sequence[Array], placement: Array, rank: int, ranks: int, *, kept: bool = True) -> Moves:
+    """Return the moves of a rank. A slot gets its expert from its own rank if that has it, else from any in turn.
+
+    Args:
+        held, placement, ranks: as of `resize`.
+        kept: whether the memory of the slots is the same, so that what is in its place need not move.
+    """
+    slots, size = len(placement) // ranks, len(held)
+    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for source, experts in enumerate(held):
+        for at, expert in enumerate(experts.tolist()):
+            holders[expert].append((source, at))
+    given: list[list[int]] = [[] for _ in range(size)]
+    filled: list[list[int]] = [[] for _ in range(size)]
+    for slot, expert in enumerate(placement.tolist()):
+        to, at = divmod(slot, slots)
+        near = [one for one in holders[expert] if one[0] == to]
+        if (to, at) in near and kept:
+            continue
+        source, there = near[0] if near else holders[expert][slot % len(holders[expert])]
+        if source == rank:
+            given[to].append(there)
+        if to == rank:
+            filled[source].append(at)
+    received = tuple(map(len, filled))
+    return Moves(
+        given=tuple(chain.from_iterable(given)),
+        sent=tuple(map(len, given)),
+        filled=tuple(chain.from_iterable(filled)),
+        received=received,
+        any=True,
+        came=sum(received) - received[rank],
+    )
+
+
+def _room(module: Any, name: str, slots: int) -> torch.Tensor:
+    """Return memory for so many slots of a weight: that which it has or had, if there is enough."""
+    rooms = module.__dict__.setdefault(_ROOM, {})
+    room: torch.Tensor = rooms.setdefault(name, module._parameters[name].data)
+    if len(room) < slots:
+        room = rooms[name] = room.new_empty(slots, *room.shape[1:])
+    return room[:slots]
+
+
+def _move(weight: torch.Tensor, room: torch.Tensor, moves: Moves, communicator: Communicator, most: int) -> None:
+    """Move weights piece by piece: some rows of all experts that go, so that a slot is read before it is written.
+
+    Args:
+        weight: [slots before, rows, ...].
+        room: [slots after, rows, ...], which may be the same memory.
+        most: most slots of a rank, so that all ranks cut alike.
+    """
+    given, filled = (torch.tensor(s, dtype=torch.int64, device=weight.device) for s in (moves.given, moves.filled))
+    row = max(most * weight[0, :1].numel() * weight.element_size(), 1)
+    count = max(PIECE // row, 1)
+    for piece, into in zip(weight.split(count, 1), room.split(count, 1), strict=True):
+        came = communicator.all_to_all(piece.index_select(0, given), moves.sent, moves.received).finish()
+        if len(came):
+            into.index_copy_(0, filled, came)
+
+
+def _write(module: Any, placement: Array, rank: int, slots: int) -> None:
+    """Let the tables of a mixture say where its experts are. Their addresses stay if their sizes do."""
+    shape = places_of(placement, module.slotline_places.shape[0]).shape
+    for name, wanted in ((PLACEMENT, placement.shape), (PLACES, shape), (LOCAL, shape)):
+        table = module._buffers[name]
+        if table.shape != wanted:
+            table.data = table.new_zeros(wanted)
+    module.num_experts = slots
+    place(module, placement, rank)
+    if LOADS in module._buffers:
+        module._buffers[LOADS].zero_()
