@@ -30,6 +30,11 @@ def test_processes_have_the_text_of_one_and_a_killed_one_without_requests_ends_a
     ]
     llm.reload_weights()
     assert llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text == one.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    for data in (3, 2):  # the third takes its experts, and gives them back
+        llm.scale(data)
+        assert [each.outputs[0].text for each in llm.generate(PROMPTS, GREEDY)] == [
+            each.outputs[0].text for each in one.generate(PROMPTS, GREEDY)
+        ]
     processes = [psutil.Process(llm.front.links.pid_of(number)) for number in (0, 1)]
     killed = threading.Timer(0.3, os.kill, (processes[1].pid, signal.SIGKILL))
     killed.start()

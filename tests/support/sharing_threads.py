@@ -15,12 +15,13 @@ from attrs import define, field
 from thread_ranks import Exchange, ThreadGroup
 
 from slotline.planner.plan import make_plan
-from slotline.ranks import front, replica
+from slotline.ranks import front, regroup, replica
 from slotline.ranks.meetings import join_meetings
 from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.sharing import MeetingAddress, build_sharing, place_of
 from slotline.ranks.sharing_engine import SharingEngine
 from slotline.registry.config import LoadedConfig
+from slotline.registry.ranks import Place
 
 
 class Turn:
@@ -57,21 +58,31 @@ class Replicas:
     """
 
     engines: dict[int, SharingEngine] = field(factory=dict)
-    _exchanges: dict[int, Exchange] = field(factory=dict)
+    _exchanges: dict[tuple[int, int], Exchange] = field(factory=dict)
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def start(self, loaded: LoadedConfig, number: int, address: MeetingAddress) -> SharingEngine:
         """Build an engine as `slotline.ranks.sharing.start_sharing` does."""
-        with self._lock:
-            exchange = self._exchanges.setdefault(address.port, Exchange(loaded.config.parallel.data, Turn()))  # type: ignore[arg-type]
-        thread_ranks._here.exchange = exchange
         place = place_of(loaded, number)
-        group: Any = ThreadGroup(place, exchange)
-        with exchange.turn:
+        group: Any = self.join(place, address, 60.0)
+        with group.exchange.turn:
             engine = build_sharing(make_plan(loaded, place=place), group)
         engine.connect(group, join_meetings(group, 60.0))
         self.engines[number] = engine
         return engine
+
+    def start_alone(self, loaded: LoadedConfig, number: int) -> SharingEngine:
+        """Build an engine as `slotline.ranks.regroup.start_alone` does."""
+        engine = self.engines[number] = regroup.start_alone(loaded, number)
+        return engine
+
+    def join(self, place: Place, address: MeetingAddress, _timeout: float) -> ThreadGroup:
+        """Join the other threads of a generation, as `slotline.ranks.sharing.join_replicas` does."""
+        key = address.port, address.generation
+        with self._lock:
+            exchange = self._exchanges.setdefault(key, Exchange(place.size, Turn()))  # type: ignore[arg-type]
+        thread_ranks._here.exchange = exchange
+        return ThreadGroup(place, exchange)
 
 
 @contextmanager
@@ -86,4 +97,6 @@ def sharing_replicas(module: Any = thread_ranks) -> Iterator[tuple[Replicas, dic
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_thread))
         patch.setattr(replica, "start_sharing", replicas.start)
+        patch.setattr(replica, "start_alone", replicas.start_alone)
+        patch.setattr(regroup, "join_replicas", replicas.join)
         yield replicas, settings

@@ -83,6 +83,9 @@ class ThreadGroup:
     def gather_bytes(self, value: bytes) -> list[bytes]:
         return self.gather(value)
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class Told:
     """Rank 0's connections and its watch, or another rank's connection. All ranks raise the same errors."""

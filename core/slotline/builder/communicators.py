@@ -130,7 +130,8 @@ def _build(
         batch_invariant=config.batch_invariant,
         options=planned.options(descriptor),
     )
-    communicator: Communicator = planned.registry.build(descriptor, context)
+    join = getattr(ranks, "join", None)  # of ranks that the plugin does not reach
+    communicator: Communicator = join(context) if join else planned.registry.build(descriptor, context)
     ranks.communicators.append(communicator)
     return communicator
 

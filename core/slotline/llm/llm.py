@@ -149,7 +149,7 @@ class LLM:
         """Let so many replicas take requests, while those that are unfinished go on.
 
         It returns once further replicas are built and take requests. Replicas above the number take no more, and end
-        with their last request.
+        with their last request. If they share experts with the others, the call returns after that.
 
         Args:
             data: as `parallel.data`.
@@ -160,7 +160,7 @@ class LLM:
             RankError: if a replica has failed.
             SlotlineError: what a new replica raised while it was built. The others go on as before.
         """
-        return scale_front(self.front, data)
+        return scale_front(self.front, data, self.front.step)
 
     @known_options
     def save_weights(self, folder: str | Path) -> None:

@@ -82,9 +82,8 @@ class ExpertBalance:
         if not old:  # as in a stage of dense layers
             self.last = BalanceReport(tokens=0, before=1.0, after=1.0, moved=0)
             return self.last
-        new = [
-            settled(layer, was, self.ranks) for layer, was in zip(self._placed(loads, len(old[0])), old, strict=True)
-        ]
+        asked = placements_of(self.descriptor, self.plugin, loads, len(old[0]) - len(loads[0]))
+        new = [settled(layer, was, self.ranks) for layer, was in zip(asked, old, strict=True)]
         before, after = (self._unevenness(loads, one) for one in (old, new))
         moved = 0
         if after < before - GAIN:
@@ -93,18 +92,6 @@ class ExpertBalance:
             after = before
         self.last = BalanceReport(tokens=int(sum(map(np.sum, loads))), before=before, after=after, moved=moved)
         return self.last
-
-    def _placed(self, loads: Sequence[Array], slots: int) -> list[Array]:
-        """Return the plugin's placement of each mixture. Mixtures of one number of experts are asked for together."""
-        redundant = slots - len(loads[0])
-        found: dict[int, Array] = {}
-        for experts in dict.fromkeys(map(len, loads)):
-            layers = [number for number, one in enumerate(loads) if len(one) == experts]
-            placed = np.asarray(self.plugin.place(np.stack([loads[number] for number in layers])))
-            if (fault := fault_of(placed, len(layers), experts, experts + redundant)) is not None:
-                raise PluginError(f"{label_of(self.descriptor)}: {fault}", fix=remedy_for(self.descriptor.kind))
-            found.update(zip(layers, placed.astype(np.int64), strict=True))
-        return [found[number] for number in range(len(loads))]
 
     def _unevenness(self, loads: Sequence[Array], placements: Sequence[Array]) -> float:
         most = sum(busiest(one, placed, self.ranks) for one, placed in zip(loads, placements, strict=True))
@@ -118,14 +105,43 @@ def build_expert_balance(planned: Planned, model: Any) -> ExpertBalance | None:
     if descriptor is None or not counts_experts(planned.loaded):
         return None
     parallel = planned.loaded.config.parallel
+    plugin = build_placement(planned, descriptor)
+    return ExpertBalance(model, descriptor, plugin, parallel.expert, parallel.rebalance_steps)
+
+
+def build_placement(planned: Planned, descriptor: Descriptor[Any]) -> ExpertPlacement:
+    """Build the plugin that places an engine's experts."""
+    parallel = planned.loaded.config.parallel
     context = ExpertPlacementContext(
         contract=bind_contract(descriptor),
         ranks=parallel.expert,
         redundant=parallel.redundant_experts,
         options=planned.options(descriptor),
     )
-    plugin = planned.registry.build(descriptor, context)
-    return ExpertBalance(model, descriptor, plugin, parallel.expert, parallel.rebalance_steps)
+    plugin: ExpertPlacement = planned.registry.build(descriptor, context)
+    return plugin
+
+
+def placements_of(
+    descriptor: Descriptor[Any], plugin: ExpertPlacement, loads: Sequence[Array], redundant: int
+) -> list[Array]:
+    """Return a plugin's placement of each mixture, [slots] int64. Mixtures of one size are asked for together.
+
+    Args:
+        loads: tokens of each expert, [experts] float64 for each mixture.
+        redundant: number of slots beyond one for each expert.
+
+    Raises:
+        PluginError: if it gives no placement.
+    """
+    found: dict[int, Array] = {}
+    for experts in dict.fromkeys(map(len, loads)):
+        layers = [number for number, one in enumerate(loads) if len(one) == experts]
+        placed = np.asarray(plugin.place(np.stack([loads[number] for number in layers])))
+        if (fault := fault_of(placed, len(layers), experts, experts + redundant)) is not None:
+            raise PluginError(f"{label_of(descriptor)}: {fault}", fix=remedy_for(descriptor.kind))
+        found.update(zip(layers, placed.astype(np.int64), strict=True))
+    return [found[number] for number in range(len(loads))]
 
 
 def busiest(loads: Array, placement: Array, ranks: int) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from slotline.builder.engine_builder import log_warnings
@@ -12,6 +15,7 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.engine.engine import Engine
 from slotline.core.engine.stop_checker import StopChecker
+from slotline.planner.experts import replicas_share_experts
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.front_requests import SentRequest
@@ -21,6 +25,7 @@ from slotline.ranks.replica_front import FrontHandOut, ReplicaFront
 from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.reports import Load, load_of
 from slotline.ranks.router import BLOCK, Router
+from slotline.ranks.shared_growth import SharedGrowth
 from slotline.ranks.start import end_engine, start_engine
 from slotline.ranks.start import failure_of as failure_of_engine
 from slotline.registry.config import LoadedConfig
@@ -30,6 +35,8 @@ from slotline.registry.ranks import Place
 Front = Engine | ReplicaFront
 _MARGIN = 4
 """Steps' worth of tokens that a replica may have beyond the least loaded."""
+_PAUSE = 0.02
+"""Seconds between two looks at requests of replicas that are to end."""
 logger = logging.getLogger("slotline")
 
 
@@ -75,7 +82,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
         task=planned.task,
         has_adapters=planned.lora is not None,
         has_items=bool(facts.modalities),
-        growth=Growth(loaded, planned.registry),
+        growth=(SharedGrowth if replicas_share_experts(loaded) else Growth)(planned),
     )
     logger.log(logging.WARNING if front.plan.downgrades else logging.INFO, front.plan.summary())
     return front
@@ -95,14 +102,14 @@ def engine_of(front: Front) -> Engine:
     return front
 
 
-def scale_front(front: Front, data: int) -> ScaleReport:
+def scale_front(front: Front, data: int, pause: Callable[[], object] | None = None) -> ScaleReport:
     """Let so many replicas take requests. See `ReplicaFront.scale`.
 
     Raises:
         RequestError: for an engine of this process.
     """
     if isinstance(front, ReplicaFront):
-        return front.scale(data)
+        return front.scale(data, pause or partial(time.sleep, _PAUSE))
     raise RequestError(
         "the engine runs in this process, and only replicas come and go", fix="begin with parallel.data = 2 or more"
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from attrs import define, evolve, field, frozen
 
-from slotline.planner.experts import replicas_share_experts
+from slotline.planner.plan import Planned
 from slotline.planner.replicas import KEY, refuse_few_devices, replicas_setting
 from slotline.ranks.replica_links import ReplicaLink
 from slotline.registry.config import LoadedConfig, Origin
 from slotline.registry.devices import Devices
-from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 
@@ -39,51 +38,73 @@ class ScaleReport:
 
 @define(eq=False)
 class Growth:
-    """Start of further replicas of an engine, one call at a time.
+    """Start and end of replicas of an engine, one change at a time.
 
     Attributes:
-        loaded: the configuration of the first replicas.
-        registry: finds the devices.
+        planned: of the first replicas.
+        ends_idle: whether a leaving replica may end as soon as it has no requests.
     """
 
-    loaded: LoadedConfig
-    registry: PluginRegistry
+    planned: Planned
+    ends_idle: ClassVar[bool] = True
     _scaling: threading.Lock = field(factory=threading.Lock, init=False)
 
-    def scale(self, front: ReplicaFront, data: int) -> ScaleReport:
+    def scale(self, front: ReplicaFront, data: int, pause: Callable[[], object]) -> ScaleReport:
         """Let so many replicas of a front take requests. See `ReplicaFront.scale`."""
         if not isinstance(data, int) or isinstance(data, bool) or data < 1:
             raise RequestError(f"data={safe_repr(data)} is no positive number", fix="give the number of replicas")
-        if replicas_share_experts(self.loaded):
-            raise RequestError(
-                "the replicas share the experts of mixtures, and their number is fixed", fix="build the engine again"
-            )
         with self._scaling:
-            loaded = resized(self.loaded, data)
-            refuse_few_devices(loaded, Devices(self.registry, loaded))
+            loaded, plan = self.asked(front, data)
             before, there = front.exclusively(_keep, front, data)
-            started = 0
             try:
                 if there < data:
-                    started = self._grow(front, loaded, range(there, data))
+                    self._grow(front, loaded, plan.digest, range(there, data))
+                elif there > data:
+                    self.shrink(front, loaded, pause)
             except BaseException:
-                front.exclusively(_choose_among, front, before)
+                front.exclusively(front.choose_among, before)
                 raise
-            return front.exclusively(_settle, front, loaded, started)
+            front.plan = plan
+            left = front.exclusively(front.choose_among, data)
+            return ScaleReport(data=data, started=max(0, data - there), leaving=left)
 
-    def _grow(self, front: ReplicaFront, loaded: LoadedConfig, numbers: Sequence[int]) -> int:
-        """Start replicas, and let them take requests once they are as the others. Return their number."""
+    def asked(self, front: ReplicaFront, data: int) -> tuple[LoadedConfig, Plan]:
+        """Return the configuration and the plan of so many replicas.
+
+        Raises:
+            SlotlineError: if there cannot be so many.
+        """
+        loaded = resized(self.planned.loaded, data)
+        refuse_few_devices(loaded, Devices(self.planned.registry, loaded))
+        return loaded, with_replicas(front.plan, loaded)
+
+    def join(self, front: ReplicaFront, loaded: LoadedConfig, new: Sequence[ReplicaLink]) -> None:
+        """Let replicas that know everything take requests, while no other thread is in the front."""
+        front.links.join(new)
+        front.choose_among(len(front.links.replicas))
+
+    def shrink(self, front: ReplicaFront, loaded: LoadedConfig, pause: Callable[[], object]) -> None:
+        """Do nothing, since replicas that take no more requests end with their last."""
+
+    def _grow(self, front: ReplicaFront, loaded: LoadedConfig, digest: str, numbers: Sequence[int]) -> None:
+        """Start replicas, and let them take requests once they are as the others."""
         reloads = front.reloads
-        new = front.links.start(loaded, with_replicas(front.plan, loaded).digest, numbers)
+        new = front.links.start(loaded, digest, numbers)
+
+        def join() -> bool:
+            if known != _changes(front):
+                return False
+            self.join(front, loaded, new)
+            return True
+
         try:
-            known = None
-            while not front.exclusively(_join, front, new, known):
+            known: tuple[int, int] | None = None
+            while not front.exclusively(join):
                 known = _changes(front)
                 front.teach(new, reloads)
         except BaseException:
             front.links.drop(new, numbers)
             raise
-        return len(new)
 
 
 def resized(loaded: LoadedConfig, data: int) -> LoadedConfig:
@@ -108,30 +129,7 @@ def _keep(front: ReplicaFront, data: int) -> tuple[int, int]:
     return before, there
 
 
-def _choose_among(front: ReplicaFront, data: int) -> None:
-    """Let the first so many replicas take requests, and end others that have none."""
-    front.router.choose_among(data)
-    front.end_idle()
-
-
 def _changes(front: ReplicaFront) -> tuple[int, int]:
     """Return what a new replica has to know, as a number of changes."""
     adapters = front.extension("adapters")
     return front.reloads, 0 if adapters is None else adapters.changes
-
-
-def _join(front: ReplicaFront, new: Sequence[ReplicaLink], known: tuple[int, int] | None) -> bool:
-    """Let new replicas take requests if they know everything."""
-    if known != _changes(front):
-        return False
-    front.links.join(new)
-    front.router.choose_among(len(front.links.replicas))
-    return True
-
-
-def _settle(front: ReplicaFront, loaded: LoadedConfig, started: int) -> ScaleReport:
-    """Let as many replicas take requests as a configuration says, and show them in the plan."""
-    data = loaded.config.parallel.data
-    front.plan = with_replicas(front.plan, loaded)
-    _choose_among(front, data)
-    return ScaleReport(data=data, started=started, leaving=len(front.links.replicas) - data)

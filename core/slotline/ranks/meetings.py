@@ -21,7 +21,7 @@ from attrs import define, field, frozen
 
 from slotline.registry.errors import RankError
 
-_FORM = struct.Struct("<qqq")
+_FORM = struct.Struct("<qqq?")
 EAGER = -1
 """Number of no captured shape: the pass runs eagerly."""
 
@@ -47,11 +47,13 @@ class Pass:
         number: of the pass, from 1.
         tokens: number of tokens, 0 for a replica without work.
         shape: number of the captured shape that it would run alone, or `EAGER`. Without work it says nothing.
+        leaves: whether the replica leaves after it, if all do.
     """
 
     number: int
     tokens: int
     shape: int = EAGER
+    leaves: bool = False
 
 
 @define(eq=False)
@@ -64,6 +66,7 @@ class Meetings:
         timeout: seconds to wait for another replica.
         called: is called by another thread when another replica waits for this one. It may be called in vain.
         passes: forward passes so far.
+        all_leave: whether all replicas leave after the last of them.
     """
 
     number: int
@@ -71,6 +74,7 @@ class Meetings:
     timeout: float
     called: Callable[[], None] = field(default=lambda: None)
     passes: int = field(default=0, init=False)
+    all_leave: bool = field(default=False, init=False)
     _said: dict[int, SimpleQueue[Pass]] = field(init=False)
     _closed: bool = field(default=False, init=False)
 
@@ -85,18 +89,18 @@ class Meetings:
         """Whether another replica waits for this one."""
         return any(not said.empty() for said in self._said.values())
 
-    def meet(self, tokens: int, shape: int = EAGER) -> tuple[Pass, ...]:
+    def meet(self, tokens: int, shape: int = EAGER, *, leaves: bool = False) -> tuple[Pass, ...]:
         """Come to the next forward pass with all replicas. Return what each brings to it, in order.
 
         Args:
-            tokens, shape: of this replica, as in `Pass`.
+            tokens, shape, leaves: of this replica, as in `Pass`.
 
         Raises:
             RankError: if a replica does not come in time, or comes for another pass.
         """
         self.passes += 1
-        own = Pass(self.passes, tokens, shape)
-        message = _FORM.pack(own.number, own.tokens, own.shape)
+        own = Pass(self.passes, tokens, shape, leaves)
+        message = _FORM.pack(own.number, own.tokens, own.shape, own.leaves)
         for connection in self.connections.values():
             with suppress(OSError):  # the front says why it has gone
                 connection.send_bytes(message)
@@ -113,6 +117,7 @@ class Meetings:
             if other.number != self.passes:
                 raise RankError(f"replica {number} is in forward pass {other.number} and not in {self.passes}")
             found[number] = other
+        self.all_leave = all(one.leaves for one in found.values())
         return tuple(found[number] for number in sorted(found))
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import layout_of
 from slotline.ranks.child import be_child_of
 from slotline.ranks.logs import log_as
+from slotline.ranks.regroup import start_alone
 from slotline.ranks.reports import (
     ADDRESS,
     NUMBER,
@@ -102,8 +103,8 @@ class Replica:
         size = self.engine.rows.max_requests
         self._keys, self._seen = np.zeros(size, np.int64), np.full(size, -1)
         self._sharing = self.engine if isinstance(self.engine, SharingEngine) else None
-        if self._sharing is not None and self._sharing.meetings is not None:
-            self._sharing.meetings.called = lambda: self._inbox.put(_CALLED)
+        if self._sharing is not None:
+            self._sharing.called = lambda: self._inbox.put(_CALLED)
 
     def run(self) -> None:
         """Serve until the front closes the connection."""
@@ -304,7 +305,9 @@ def serve(connection: Connection, number: int) -> int:
         loaded = evolve(loaded, config=evolve(config, observability=evolve(config.observability, progress=False)))
     try:
         if replicas_share_experts(loaded):
-            engine: Engine = start_sharing(loaded, number, pickle.loads(connection.recv_bytes()))
+            address = pickle.loads(connection.recv_bytes())
+            alone = address is None
+            engine: Engine = start_alone(loaded, number) if alone else start_sharing(loaded, number, address)
         else:
             engine = start_engine(loaded, number * layout_of(loaded).size)
         ready = Ready(engine.plan.digest, engine.memory, dict(engine.startup), load_of(engine), engine.notes)

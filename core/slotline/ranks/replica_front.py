@@ -300,11 +300,14 @@ class ReplicaFront:
         results(futures)
         self.reloads, self.weights = self.reloads + 1, path
 
-    def scale(self, data: int) -> ScaleReport:
+    def scale(self, data: int, pause: Callable[[], object]) -> ScaleReport:
         """Let so many replicas take requests, while unfinished requests go on.
 
         Further replicas are started, and take requests once all of them are built. Those above the number take no more,
-        and end with their last request.
+        and end with their last request. If they share experts with the others, the call waits for that.
+
+        Args:
+            pause: is called while it waits. It returns after a short time.
 
         Raises:
             RequestError: if the number is no positive one.
@@ -313,7 +316,7 @@ class ReplicaFront:
             SlotlineError: what a new replica raised while it was built. The others go on as before.
         """
         self._own_process.refuse_others()
-        return self.growth.scale(self, data)
+        return self.growth.scale(self, data, pause)
 
     def ask(self, function: Callable[..., R], *given: Any, reads: bool = False) -> list[R]:
         """Have all replicas call a function of a module with their engines, and return what they return.
@@ -422,15 +425,24 @@ class ReplicaFront:
         name = f"{request.request_id} (aborted, {request.key})" if request.aborted else request.request_id
         if self.requests.get(name) is request:
             del self.requests[name]
-        self.end_idle()
+        self._end_idle()
 
-    def end_idle(self) -> None:
+    def choose_among(self, data: int) -> int:
+        """Let the first so many replicas take requests. Return the number of the others that have some."""
+        self.router.choose_among(data)
+        self._end_idle()
+        return len(self.links.replicas) - data
+
+    def _end_idle(self) -> None:
         """End the last replicas if they take no requests and have none."""
-        least, number = self.router.chosen_among, len(self.links.replicas)
-        if number <= least:
-            return
-        used = 1 + max((one.replica for one in self.rows.requests.values()), default=0)
-        for _ in range(number - max(least, used)):
+        least = self.router.chosen_among
+        if len(self.links.replicas) > least and self.growth.ends_idle:
+            used = 1 + max((one.replica for one in self.rows.requests.values()), default=0)
+            self.end_last(max(least, used))
+
+    def end_last(self, left: int) -> None:
+        """End all replicas but the first so many. They have no requests."""
+        for _ in range(len(self.links.replicas) - left):
             self.links.part()
             self.router.remove_last()
             self._group = "", 0

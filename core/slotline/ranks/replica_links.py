@@ -26,7 +26,7 @@ from slotline.ranks.launch import Launched, packed
 from slotline.ranks.messages import pickled
 from slotline.ranks.replica_start import Start, connect_replicas, late, start_process
 from slotline.ranks.reports import Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
-from slotline.ranks.sharing import open_meeting_place
+from slotline.ranks.sharing import MeetingAddress, open_meeting_place
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import RankError, SlotlineError
 
@@ -97,8 +97,10 @@ class ReplicaLinks:
         self._answers: dict[int, tuple[ReplicaLink, Future[Any]]] = {}
         self._number = 0
         self._shared = open_meeting_place(loaded) if replicas_share_experts(loaded) else None
+        self._meetings = 0
         self._launched: dict[int, Launched] = {}
         self._leaving: list[threading.Thread] = []
+        self._new: list[ReplicaLink] = []
         self.join(self.start(loaded, digest, range(self._parallel.data)))
 
     def start(self, loaded: LoadedConfig, digest: str, numbers: Sequence[int]) -> list[ReplicaLink]:
@@ -118,7 +120,7 @@ class ReplicaLinks:
         for thread in self._leaving:
             thread.join()  # their devices are free then
         self._leaving.clear()
-        new: list[ReplicaLink] = []
+        self._new = new = list[ReplicaLink]()
         try:
             connected = connect_replicas(
                 numbers, lambda number, address: self._launch(loaded, number, address), self._parallel.start_timeout
@@ -127,13 +129,19 @@ class ReplicaLinks:
             for one in new:
                 one.connection.send_bytes(data)
                 if self._shared is not None:
-                    one.connection.send_bytes(pickle.dumps(self._shared.address))
+                    one.connection.send_bytes(pickle.dumps(None if self.replicas else self._shared.address))
                 threading.Thread(target=self._receive, args=(one,), name="slotline-front", daemon=True).start()
             self._await_ready(new, digest)
         except BaseException:
             self.drop(new, numbers)
             raise
         return new
+
+    def next_meeting(self) -> MeetingAddress:
+        """Return where replicas that share experts meet in another number than before."""
+        assert self._shared is not None
+        self._meetings += 1
+        return self._shared.address._replace(generation=self._meetings)
 
     def join(self, new: Sequence[ReplicaLink]) -> None:
         """Let replicas take requests.
@@ -148,13 +156,14 @@ class ReplicaLinks:
             if error is None:
                 for one in new:
                     one.joined, one.last = True, time.monotonic()
-                self.replicas = [*self.replicas, *new]
+                self.replicas, self._new = [*self.replicas, *new], []
         if error is not None:
             self.drop(new, [one.number for one in new])
             raise error
 
     def drop(self, new: Sequence[ReplicaLink], numbers: Sequence[int]) -> None:
         """End replicas that have not joined."""
+        self._new = []
         for one in new:
             one.leaving = True
             _shut(one.connection)
@@ -188,7 +197,7 @@ class ReplicaLinks:
             if self._closed or os.getpid() != self._process:
                 return
             self._closed = True
-        for one in self.replicas:
+        for one in (*self.replicas, *self._new):
             _shut(one.connection)
         until = time.monotonic() + patience
         for launched in tuple(self._launched.values()):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from attrs import frozen
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from slotline.builder.communicators import Ranks
 from slotline.builder.engine_builder import build_engine
 from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
@@ -23,7 +24,7 @@ from slotline.registry.config import LoadedConfig
 from slotline.registry.ranks import Place
 
 _HERE = "127.0.0.1"
-_PATIENCE = 0.8
+PATIENCE = 0.8
 """Part of `parallel.timeout` that a replica waits for another, so that it names that one before the front names it."""
 
 
@@ -93,11 +94,11 @@ def start_sharing(loaded: LoadedConfig, number: int, address: MeetingAddress) ->
     planned = make_plan(loaded, place=place_of(loaded, number))  # its errors are said before the others are met
     group = join_replicas(planned.place, address, loaded.config.parallel.start_timeout)
     engine = build_sharing(planned, group)
-    engine.connect(group, join_meetings(group, _PATIENCE * loaded.config.parallel.timeout))
+    engine.connect(group, join_meetings(group, PATIENCE * loaded.config.parallel.timeout))
     return engine
 
 
-def build_sharing(planned: Planned, group: RankGroup) -> SharingEngine:
+def build_sharing(planned: Planned, group: Ranks) -> SharingEngine:
     """Build the engine of a replica, while the others of the group build theirs.
 
     Raises:
@@ -105,5 +106,5 @@ def build_sharing(planned: Planned, group: RankGroup) -> SharingEngine:
     """
     engine = build_engine(planned.loaded, group, SharingEngine, planned)
     assert isinstance(engine, SharingEngine)
-    engine.balance = build_expert_balance(planned, engine.runner.model)
+    engine.planned, engine.balance = planned, build_expert_balance(planned, engine.runner.model)
     return engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +20,7 @@ from slotline.core.engine.engine_lock import exclusive
 from slotline.core.engine.output_processor import StepResult
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.kernels.device_scope import on_device
+from slotline.planner.plan import Planned
 from slotline.ranks.agreed_shapes import AgreedShapes
 from slotline.ranks.expert_balance import ExpertBalance
 from slotline.ranks.group import RankGroup, waits_in
@@ -38,12 +39,16 @@ class SharingEngine(Engine):
         group: all replicas. None until `connect`.
         meetings: agree on forward passes. None until `connect`.
         balance: places experts. None without counted experts.
+        planned: what it was built from. None until it is built.
+        called: is called by another thread when another replica waits for this one.
         is_within: whether a forward pass has begun that did not end here, so that the others wait for it.
     """
 
     group: RankGroup | None = field(default=None, init=False)
     meetings: Meetings | None = field(default=None, init=False)
     balance: ExpertBalance | None = field(default=None, init=False)
+    planned: Planned | None = field(default=None, init=False)
+    called: Callable[[], None] = field(default=lambda: None, init=False)
     is_within: bool = field(default=False, init=False)
     _pieces: int = field(default=1, init=False)
     _shapes: AgreedShapes = field(factory=lambda: AgreedShapes(()), init=False)
@@ -52,6 +57,7 @@ class SharingEngine(Engine):
         """Run in step with the other replicas from now on."""
         self.group, self.meetings = group, meetings
         self._shapes = AgreedShapes(() if self.graphs is None else self.graphs.shapes.largest_first)
+        meetings.called = lambda: self.called()
 
     def disconnect(self) -> None:
         """Leave the other replicas, between two forward passes. `connect` may follow with another group."""
@@ -79,17 +85,30 @@ class SharingEngine(Engine):
             self.run_experts()
         return result
 
-    @exclusive
-    @on_device
-    @torch.inference_mode()
     def run_experts(self) -> None:
         """Run a forward pass of the other replicas, in which this one has no tokens.
 
         Raises:
             RankError: if a replica does not come to it.
         """
+        self._run_experts(leaves=False)
+
+    def leave_together(self) -> None:
+        """Run forward passes of the other replicas until all of them call this. No pass follows for any of them.
+
+        Raises:
+            RankError: if a replica does not come to one.
+        """
+        assert self.meetings is not None
+        while not self.meetings.all_leave:
+            self._run_experts(leaves=True)
+
+    @exclusive
+    @on_device
+    @torch.inference_mode()
+    def _run_experts(self, *, leaves: bool) -> None:
         with self._in_step():
-            shape = self._meet(0, None)
+            shape = self._meet(0, None, leaves=leaves)
             if shape is None or self.graphs is None:
                 self.runner.model.idle_experts(self._pieces)  # type: ignore[attr-defined]
             else:
@@ -109,16 +128,17 @@ class SharingEngine(Engine):
         own = super()._graph_shape(graphs, schedule, cascade=cascade, variant=variant)
         return self._meet(schedule.num_tokens, own)
 
-    def _meet(self, tokens: int, own: GraphShape | None) -> GraphShape | None:
+    def _meet(self, tokens: int, own: GraphShape | None, *, leaves: bool = False) -> GraphShape | None:
         """Come to the next forward pass with the other replicas. Return the captured shape in which all run it.
 
         Args:
             own: the shape in which this replica would run it alone. None to run eagerly.
+            leaves: whether it leaves the others after this pass, if all do.
         """
         if self.meetings is None:
             return own
         self.is_within = True
-        found = self.meetings.meet(tokens, self._shapes.number_of(own))
+        found = self.meetings.meet(tokens, self._shapes.number_of(own), leaves=leaves)
         shape, cuts = self._shapes.agreed(found), self.extension("microbatches")
         self._pieces = 1 if shape is not None or cuts is None else cuts.agree([one.tokens for one in found])
         return shape

@@ -29,7 +29,7 @@ from slotline.plugins.model_families.logits import NoHead, head_of
 from slotline.plugins.model_families.loops import LeanLoop, choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler, reload_pooler
 from slotline.plugins.model_families.quantized import inspect as quantized_inspect
-from slotline.plugins.model_families.tensor_parallel.expert_moves import SharedMixtures
+from slotline.plugins.model_families.tensor_parallel.expert_growth import GrowingMixtures
 from slotline.plugins.model_families.tensor_parallel.expert_routing import idle_pass, own_tokens
 from slotline.registry.contracts.lora import ModulePart
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
@@ -39,6 +39,7 @@ from slotline.registry.json_file import read_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from slotline.registry.contracts.communicator import Communicator
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
 
 
@@ -256,6 +257,24 @@ class DecoderModel:
         """See `slotline.registry.contracts.model_family.MixtureModel.place_experts`."""
         return self._mixtures.place(placements)
 
+    def join_experts(self, communicator: Communicator) -> None:
+        """See `slotline.registry.contracts.model_family.GrowingMixtureModel.join_experts`."""
+        self._mixtures.join(communicator)
+        self._context = evolve(self._context, communicator=communicator)
+
+    def resize_experts(
+        self,
+        held: Sequence[Sequence[np.ndarray[Any, Any]]],
+        placements: Sequence[np.ndarray[Any, Any]],
+        ranks: int,
+        shard: Shard | None,
+    ) -> int:
+        """See `slotline.registry.contracts.model_family.GrowingMixtureModel.resize_experts`."""
+        came = self._mixtures.resize(held, placements, ranks)
+        self._context = evolve(self._context, shard=shard or self._context.shard)
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        return came
+
     def idle_experts(self, pieces: int = 1) -> None:
         """See `slotline.registry.contracts.model_family.MixtureModel.idle_experts`."""
         if pieces > 1:
@@ -281,9 +300,9 @@ class DecoderModel:
             form.gathers = gathers
 
     @property
-    def _mixtures(self) -> SharedMixtures:
+    def _mixtures(self) -> GrowingMixtures:
         assert self._context.communicator is not None
-        return SharedMixtures(self.hf_model, self._context.communicator)
+        return GrowingMixtures(self.hf_model, self._context.communicator)
 
     def _adaptable(self) -> Adaptation:
         """Linear layers of the model, found on first use."""

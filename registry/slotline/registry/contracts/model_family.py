@@ -546,6 +546,43 @@ class MixtureModel(Model, Protocol):
         ...
 
 
+class GrowingMixtureModel(MixtureModel, Protocol):
+    """Protocol of a `MixtureModel` whose experts another number of ranks may share while requests are unfinished.
+
+    Its ranks have tokens of their own (`Shard.own_tokens`), and are not within a forward pass. A model without these
+    methods keeps its number of ranks.
+    """
+
+    def join_experts(self, communicator: Communicator) -> None:
+        """Share the experts with the ranks of another communicator from now on. No expert moves."""
+        ...
+
+    def resize_experts(
+        self,
+        held: Sequence[Sequence[np.ndarray[Any, Any]]],
+        placements: Sequence[np.ndarray[Any, Any]],
+        ranks: int,
+        shard: Shard | None,
+    ) -> int:
+        """Move experts until the first ranks of the communicator have their slots of placements. All ranks call it.
+
+        The weights' addresses stay where the rank has had as many slots before. No captured graph may be used again.
+
+        Args:
+            held: the experts in the slots of each rank of the communicator, [slots] int64 for each mixture.
+            placements: as `expert_placements` will return them, [slots] int64 for each mixture.
+            ranks: number of ranks that have slots from now on.
+            shard: this rank's part from now on. None for a rank that leaves.
+
+        Returns:
+            The number of experts that came from other ranks to this one.
+
+        Raises:
+            ModelError: if they cannot move. Nothing has changed then.
+        """
+        ...
+
+
 class MultimodalModel(Model, Protocol):
     """Protocol of a model with inputs other than text. Items are processed, encoded once, and replace placeholders.
 

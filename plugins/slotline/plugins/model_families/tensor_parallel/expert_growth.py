@@ -52,7 +52,9 @@ class GrowingMixtures(SharedMixtures):
         for module in self._modules:
             refuse_packed(module)
         each = zip(self._modules, held, placements, strict=True)
-        return sum(resize(module, self._communicator, own, new, ranks) for module, own, new in each)
+        came = sum(resize(module, self._communicator, own, new, ranks) for module, own, new in each)
+        self.join(self._communicator)
+        return came
 
     def join(self, communicator: Communicator) -> None:
         """Share the experts with the ranks of another communicator."""
