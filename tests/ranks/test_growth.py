@@ -27,7 +27,7 @@ from slotline.server.keys import Keys
 SETTINGS: dict[str, Any] = {"dtype": "float32", "lora.name": "torch", "observability.progress": False}
 CHECKED = {**SETTINGS, "parallel.data": 2, "observability.check_integrity": True}
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("]
-LONG = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def test_a_third_replica_joins_while_requests_run_and_leaves_with_its_last(llm: 
     assert front.ask(numbers) == [{1}, {1}, {1}]
     assert {one.key: one.resolved for one in llm.plan.settings}["parallel.data"] == "3"
     assert "scale(data=3)" in llm.plan.explain(400)
-    request = front.add("last", list(range(5, 50)), SamplingParams(max_tokens=24, ignore_eos=True))
-    front.add("second", list(range(60, 90)), SamplingParams(max_tokens=24, ignore_eos=True))
+    front.add("last", list(range(5, 50)), SamplingParams(max_tokens=12, ignore_eos=True))
+    front.add("second", list(range(60, 90)), SamplingParams(max_tokens=12, ignore_eos=True))
     assert texts(llm) == expected
-    while not request.finished:
-        front.step()
     *_, last = stream
     assert last.outputs[0].text.startswith(first.outputs[0].text)
     assert last.outputs[0].text == one.generate("def f(", LONG)[0].outputs[0].text
+    while front.requests:
+        front.step()
     used = [front.add(f"r{i}", [i + 5] * 40, SamplingParams(max_tokens=16, ignore_eos=True)) for i in range(3)]
     assert {each.replica for each in used} == {0, 1, 2}
     report = llm.scale(1)
@@ -171,6 +171,7 @@ def test_weights_that_were_read_again_are_those_of_new_replicas(llm: LLM, monkey
     assert read == [front.model_folder]
 
 
+@pytest.mark.slow
 def test_a_server_scales_for_an_administrator_and_shows_it() -> None:
     with replicas_as_threads(), running_server(Keys((b"user",), (b"admin",)), **CHECKED) as served:
 

@@ -19,7 +19,7 @@ from slotline.registry.errors import CapacityError, RankError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = [", "# a comment\n"]
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,7 @@ def test_a_third_replica_takes_its_experts_while_requests_run_and_gives_them_bac
     assert tokens(llm) == expected
 
 
+@pytest.mark.slow
 def test_four_replicas_have_an_expert_each(shared: tuple[LLM, Replicas], expected: list[tuple[int, ...]]) -> None:
     llm, replicas = shared
     assert llm.scale(4).started == 2

@@ -19,6 +19,7 @@ from slotline.core import LLM, SamplingParams
 from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.ranks.agreed_shapes import AgreedShapes
 from slotline.ranks.meetings import EAGER, Pass
+from slotline.registry.errors import ConfigError
 
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = ["]
 SMALL: dict[str, Any] = {
@@ -77,9 +78,29 @@ def test_the_text_is_that_of_one_engine_and_idle_replicas_replay_too(shared: tup
     assert {1, 2, 4} <= {shape.num_tokens for shape in replays[0]}
 
 
+@pytest.mark.slow
+def test_steps_are_captured_anew_for_a_third_replica(
+    shared: tuple[LLM, Replicas, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, replicas, path = shared
+    with pytest.raises(ConfigError, match="3 replicas need 3 acme devices, and there are 2"):
+        llm.scale(3)
+    monkeypatch.setattr("acme_device.device.AcmeFactory.count", lambda _factory: 3)
+    one = LLM(path, device="cpu", **SMALL)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    for data in (3, 2):
+        llm.scale(data)
+        replays = counted(replicas)
+        found, expected = (each.generate(PROMPTS, params, progress=False) for each in (llm, one))
+        assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+        time.sleep(0.05)
+        assert replays[0]
+        assert all(each == replays[0] for each in replays[:data])
+
+
 def counted(replicas: Replicas) -> list[list[GraphShape]]:
     """Return lists that the shapes of the replicas' replays are appended to."""
-    replays: list[list[GraphShape]] = [[], []]
+    replays: list[list[GraphShape]] = [[] for _ in replicas.engines]
     for number, engine in replicas.engines.items():
         graphs: Any = engine.graphs
 

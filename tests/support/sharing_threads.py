@@ -85,6 +85,13 @@ class Replicas:
         return ThreadGroup(place, exchange)
 
 
+def capture_in_turn(engine: SharingEngine, plain: Any = SharingEngine.capture_again) -> None:
+    """Capture while no other thread does, except where this one waits for it."""
+    group: Any = engine.group
+    with group.exchange.turn:
+        plain(engine)
+
+
 @contextmanager
 def sharing_replicas(module: Any = thread_ranks) -> Iterator[tuple[Replicas, dict[str, Any]]]:
     """Have replicas that are started meanwhile run as threads. Gives their engines, and the settings to build by.
@@ -99,4 +106,5 @@ def sharing_replicas(module: Any = thread_ranks) -> Iterator[tuple[Replicas, dic
         patch.setattr(replica, "start_sharing", replicas.start)
         patch.setattr(replica, "start_alone", replicas.start_alone)
         patch.setattr(regroup, "join_replicas", replicas.join)
+        patch.setattr(SharingEngine, "capture_again", capture_in_turn)
         yield replicas, settings

@@ -79,6 +79,10 @@ class LoneGroup:
         """Return a value as often as there are ranks."""
         return [value] * self.place.size
 
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Return bytes as often as there are ranks."""
+        return [value] * self.place.size
+
     def join(self, context: CommunicatorContext) -> Communicator:
         """Return what stands for the communicator of this rank's group."""
         return LoneCommunicator(context)

@@ -53,6 +53,11 @@ def start_alone(loaded: LoadedConfig, number: int) -> SharingEngine:
     return build_sharing(planned, LoneGroup(planned.place))
 
 
+def can_regroup(engine: Engine) -> bool:
+    """Return True if the model of a replica lets another number of replicas share its experts."""
+    return all(hasattr(engine.runner.model, name) for name in ("join_experts", "resize_experts"))
+
+
 def regroup(engine: Engine, loaded: LoadedConfig, address: MeetingAddress) -> int:
     """Have a replica share experts with as many replicas as a configuration says. All of them are asked for it.
 
@@ -98,6 +103,7 @@ def _regroup(engine: SharingEngine, loaded: LoadedConfig, address: MeetingAddres
     engine.planned = planned
     engine.balance = build_expert_balance(planned, model)
     engine.connect(group, join_meetings(group, PATIENCE * parallel.timeout))
+    engine.capture_again()
     return came
 
 

@@ -11,7 +11,7 @@ from attrs import define, evolve
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.growth import Growth, resized
-from slotline.ranks.regroup import regroup
+from slotline.ranks.regroup import can_regroup, regroup
 from slotline.ranks.replica_links import ReplicaLink
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError, RankError, RequestError
@@ -35,6 +35,14 @@ class SharedGrowth(Growth):
             raise RequestError("replicas that share experts are two at least", fix="give data=2 or more")
         if any(module.experts for module in self.planned.whole.weight_modules):
             raise RequestError("experts with quantized weights do not move", fix="build the engine again")
+        if self.planned.drafter is not None and front.plan.graphs.resolved != "none":
+            raise RequestError(
+                "the drafter's captured steps read those of the model, which are captured anew",
+                fix='set graphs.mode = "none", or build the engine again',
+            )
+        if not front.ask_first(can_regroup):
+            family = self.planned.family_descriptor.name
+            raise RequestError(f"model family {family!r} cannot move experts to other replicas", fix="start anew")
         loaded = self._with_slots(resized(self.planned.loaded, data))
         return loaded, make_plan(loaded, place=Place(layout=layout_of(loaded))).plan
 

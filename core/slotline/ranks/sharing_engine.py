@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,17 @@ class SharingEngine(Engine):
         if self.group is not None:
             self.group.close()
         self.group = self.meetings = None
+
+    def capture_again(self) -> None:
+        """Capture all steps anew, while the other replicas do: graphs hold the group, and the number of experts.
+
+        Raises:
+            CapacityError: if the device runs out of memory.
+        """
+        graphs: Any = self.graphs
+        if graphs is not None:
+            graphs.captured.clear()
+            graphs.capture()
 
     @property
     def is_awaited(self) -> bool:
