@@ -69,7 +69,7 @@ def test_the_text_is_that_of_one_engine_and_idle_replicas_replay_too(shared: tup
     llm, replicas, path = shared
     one = LLM(path, device="cpu", **SMALL)
     replays = counted(replicas)
-    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 2):
+    for prompts in (PROMPTS, PROMPTS[:3], PROMPTS[:1], PROMPTS * 2):
         for params in (SamplingParams(max_tokens=12, temperature=0), SamplingParams(max_tokens=9, temperature=1)):
             found, expected = (each.generate(prompts, params, progress=False) for each in (llm, one))
             assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]

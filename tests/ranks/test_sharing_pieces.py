@@ -11,13 +11,13 @@ import tiny_models
 import torch
 from attrs import define
 from sharing_threads import Replicas, sharing_replicas
-from thread_ranks import Finished, ThreadCommunicator
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
 from slotline.llm.settings import load_settings
 from slotline.planner import microbatches
 from slotline.planner.plan import make_plan
+from slotline.plugins.model_families.tensor_parallel.threads import Finished, ThreadCommunicator
 from slotline.registry.errors import NegotiationError
 
 pytest.importorskip("greenlet")

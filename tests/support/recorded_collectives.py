@@ -39,5 +39,5 @@ def reduce_scatter(x: torch.Tensor, number: int) -> torch.Tensor:
 
 def join(context: CommunicatorContext) -> RecordedCommunicator:
     """Join the ranks of this thread's engine."""
-    _known.append(RecordedCommunicator(thread_ranks._here.exchange, context.rank, context.name))
+    _known.append(RecordedCommunicator(thread_ranks._here.meetings.of(context), context.rank, context.name))
     return _known[-1]

@@ -12,41 +12,36 @@ import pytest
 import replica_threads
 import thread_ranks
 from attrs import define, field
-from thread_ranks import Exchange, ThreadGroup
+from thread_ranks import Meetings, ThreadGroup
 
 from slotline.planner.plan import make_plan
+from slotline.plugins.model_families.tensor_parallel.threads import Meeting
 from slotline.ranks import front, regroup, replica
 from slotline.ranks.meetings import join_meetings
 from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.sharing import MeetingAddress, build_sharing, place_of
 from slotline.ranks.sharing_engine import SharingEngine
 from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import CommunicatorContext
 from slotline.registry.ranks import Place
 
 
-class Turn:
-    """The turn of a thread that builds an engine. Other threads do not take part."""
+@define(eq=False)
+class FreeMeeting(Meeting):
+    """Meeting of threads that step freely. One that builds has the turn all the time."""
 
-    def __init__(self) -> None:
-        self._lock, self._mine = threading.Lock(), threading.local()
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        with self.turn:
+            return super().gather(rank, value)
 
-    def __enter__(self) -> None:
-        self._mine.builds = True
-        self._lock.acquire()
 
-    def __exit__(self, *_error: object) -> None:
-        self._mine.builds = False
-        self._lock.release()
+class FreeMeetings(Meetings):
+    """Meetings of all groups of such threads."""
 
-    def acquire(self) -> None:
-        """Go on with building."""
-        if getattr(self._mine, "builds", False):
-            self._lock.acquire()
-
-    def release(self) -> None:
-        """Let another thread build while this one waits for it."""
-        if getattr(self._mine, "builds", False):
-            self._lock.release()
+    def of(self, context: CommunicatorContext) -> Meeting:
+        with self.everyone.turn:
+            made = FreeMeeting(len(context.ranks), self.everyone.turn)
+            return self.groups.setdefault((context.name, context.ranks), made)
 
 
 @define(eq=False)
@@ -58,14 +53,14 @@ class Replicas:
     """
 
     engines: dict[int, SharingEngine] = field(factory=dict)
-    _exchanges: dict[tuple[int, int], Exchange] = field(factory=dict)
+    _meetings: dict[tuple[int, int], FreeMeetings] = field(factory=dict)
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def start(self, loaded: LoadedConfig, number: int, address: MeetingAddress) -> SharingEngine:
         """Build an engine as `slotline.ranks.sharing.start_sharing` does."""
         place = place_of(loaded, number)
         group: Any = self.join(place, address, 60.0)
-        with group.exchange.turn:
+        with group.meeting.turn:
             engine = build_sharing(make_plan(loaded, place=place), group)
         engine.connect(group, join_meetings(group, 60.0))
         self.engines[number] = engine
@@ -80,15 +75,15 @@ class Replicas:
         """Join the other threads of a generation, as `slotline.ranks.sharing.join_replicas` does."""
         key = address.port, address.generation
         with self._lock:
-            exchange = self._exchanges.setdefault(key, Exchange(place.size, Turn()))  # type: ignore[arg-type]
-        thread_ranks._here.exchange = exchange
-        return ThreadGroup(place, exchange)
+            meetings = self._meetings.setdefault(key, FreeMeetings(FreeMeeting(place.size)))
+        thread_ranks._here.meetings = meetings
+        return ThreadGroup(place, meetings.everyone)
 
 
 def capture_in_turn(engine: SharingEngine, plain: Any = SharingEngine.capture_again) -> None:
     """Capture while no other thread does, except where this one waits for it."""
     group: Any = engine.group
-    with group.exchange.turn:
+    with group.meeting.turn:
         plain(engine)
 
 
