@@ -7,7 +7,8 @@ checkpoint of `families_sweep.py`. The whole model and its parts are loaded as a
 the parts as threads of one process. Two prompts, one in two chunks, and eight greedy tokens each go through both in one
 batch. EQUAL means equal tokens, logits within 0.01 % of the largest, and bitwise equal logits on all ranks. --page
 writes the table of docs/model-families.md. --experts lets the ranks share experts whole, with so many copies.
---sequence gives each rank the hidden states of its own tokens alone.
+--sequence gives each rank the hidden states of its own tokens alone. With --own the ranks are replicas that have tokens
+of their own and share experts: the first one has both prompts and the others none.
 """
 
 from __future__ import annotations
@@ -105,6 +106,24 @@ def parts(path: Path, size: int, copies: int | None = None, *, sequence: bool = 
     return threads.run(size, lambda shard, ranks: say(load(path, evolve(shard, **shared), ranks, **settings)))
 
 
+def replicas(path: Path, size: int, copies: int) -> list[Said]:
+    """Return what the first of `size` ranks with tokens of their own says, while the others have none."""
+
+    @torch.no_grad()
+    def one(shard: Shard, ranks: Communicator) -> Said | None:
+        part = evolve(shard, experts=True, redundant_experts=copies, own_tokens=True)
+        model = load(path, part, ranks)
+        if not model.facts.mixtures:
+            raise NegotiationError("no mixture", fix="take another model")
+        if shard.rank == 0:
+            return say(model)
+        for _ in range(NEW + 1):
+            model.idle_experts()
+        return None
+
+    return [said for said in threads.run(size, one) if said is not None]
+
+
 def difference(whole: Said, ranks: Sequence[Said]) -> str:
     """Return in words how ranks differ from the whole model, or an empty string."""
     first = ranks[0]
@@ -119,12 +138,18 @@ def difference(whole: Said, ranks: Sequence[Said]) -> str:
 
 
 def verdict(
-    path: Path, size: int, whole: Said | None = None, copies: int | None = None, *, sequence: bool = False
+    path: Path,
+    size: int,
+    whole: Said | None = None,
+    copies: int | None = None,
+    *,
+    sequence: bool = False,
+    own: bool = False,
 ) -> tuple[str, str]:
     """Return EQUAL, DIFF or REFUSED, with notes or the reason. `whole` is what the whole model says, if it is known."""
     whole = whole or say(load(path))
     try:
-        ranks = parts(path, size, copies, sequence=sequence)
+        ranks = replicas(path, size, copies or 0) if own else parts(path, size, copies, sequence=sequence)
     except NegotiationError as error:
         return "REFUSED", error.message
     wrong = difference(whole, ranks)
@@ -134,7 +159,7 @@ def verdict(
 
 
 def verdicts(
-    model_type: str, architecture: str, sizes: Sequence[int], copies: int | None = None, *, sequence: bool = False
+    model_type: str, architecture: str, sizes: Sequence[int], copies: int | None = None, **form: bool
 ) -> Mapping[int, tuple[str, str]]:
     """Return the verdict of each size. UNSERVED is what one rank does not run either."""
     path = Path(tempfile.mkdtemp(prefix="sweep-"))
@@ -147,7 +172,7 @@ def verdicts(
         found = {}
         for size in sizes:
             try:
-                found[size] = verdict(path, size, whole, copies, sequence=sequence)
+                found[size] = verdict(path, size, whole, copies, **form)
             except SlotlineError as error:
                 found[size] = ("ERROR", error.message)
             except Exception as error:
@@ -163,6 +188,7 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, nargs="*", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--experts", type=int, metavar="COPIES", help="share experts whole, with so many copies")
     parser.add_argument("--sequence", action="store_true", help="divide hidden states by tokens")
+    parser.add_argument("--own", action="store_true", help="let the ranks share experts alone, as replicas do")
     arguments = parser.parse_args()
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)
@@ -170,7 +196,8 @@ def main() -> None:
         for name in arguments.names or names:
             architecture = names[name] if isinstance(names[name], str) else names[name][0]
             started = time.perf_counter()
-            found = verdicts(name, architecture, arguments.tensor, arguments.experts, sequence=arguments.sequence)
+            form = {"sequence": arguments.sequence, "own": arguments.own}
+            found = verdicts(name, architecture, arguments.tensor, arguments.experts, **form)
             for size, (word, reason) in found.items():
                 seconds = time.perf_counter() - started
                 print(f"{seconds:5.1f} {word:8} {name:22} {size} {architecture:34} {reason[:300]}", flush=True)

@@ -6,7 +6,7 @@ Replicas run as threads here. `test_sharing_processes.py` has processes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tiny_engines import DEFAULTS
 from slotline.core import LLM, SamplingParams
 from slotline.core.engine.engine import Engine
 from slotline.core.scheduler.integrity import check_integrity
+from slotline.ranks.sharing_engine import SharingEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = [", "# a comment\n"]
@@ -170,6 +171,23 @@ def break_next_step(engine: Engine) -> None:
         raise ValueError("on purpose")
 
     engine.scheduler.schedule = schedule  # type: ignore[assignment, method-assign]
+
+
+def test_grammars_are_waited_for_only_while_no_other_replica_waits(
+    shared: tuple[LLM, Replicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, seen = shared[1].engines[0], list[bool]()
+
+    def collect(*, idle: bool, gives_way: Callable[[], bool]) -> tuple[list[Any], list[Any]]:
+        seen.append(gives_way())
+        return [], []
+
+    ways = tuple(each.func for each in engine.extensions.collect_ready)  # type: ignore[attr-defined]
+    assert set(ways) <= {engine._collected}
+    engine._collected(collect, idle=True, gives_way=lambda: False)
+    monkeypatch.setattr(SharingEngine, "is_awaited", True)
+    engine._collected(collect, idle=True, gives_way=lambda: False)
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW])

@@ -107,4 +107,5 @@ def build_sharing(planned: Planned, group: Ranks) -> SharingEngine:
     engine = build_engine(planned.loaded, group, SharingEngine, planned)
     assert isinstance(engine, SharingEngine)
     engine.planned, engine.balance = planned, build_expert_balance(planned, engine.runner.model)
+    engine.make_way()
     return engine

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from slotline.builder.made_up import made_up_inputs
 from slotline.core.batch.graph_dispatcher import GraphShape
@@ -53,6 +54,11 @@ class SharingEngine(Engine):
     is_within: bool = field(default=False, init=False)
     _pieces: int = field(default=1, init=False)
     _shapes: AgreedShapes = field(factory=lambda: AgreedShapes(()), init=False)
+
+    def make_way(self) -> None:
+        """Let extensions wait only while no other replica waits for this one. Called once."""
+        collect_ready = tuple(partial(self._collected, collect) for collect in self.extensions.collect_ready)
+        self.extensions = evolve(self.extensions, collect_ready=collect_ready)
 
     def connect(self, group: RankGroup, meetings: Meetings) -> None:
         """Run in step with the other replicas from now on."""
@@ -127,6 +133,10 @@ class SharingEngine(Engine):
                 inputs = self._made_up(shape)
                 self.runner.plan(inputs)
                 self.graphs.replay(inputs)
+
+    def _collected(self, collect: Callable[..., Any], *, idle: bool, gives_way: Callable[[], bool]) -> Any:
+        """Return what an extension has ready."""
+        return collect(idle=idle, gives_way=lambda: gives_way() or self.is_awaited)
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         with self._in_step():
