@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import quantized_checkpoints as forms
 import tiny_models
 from engine_driver import GREEDY
+from running_server import running_server
 from sharing_threads import Replicas, sharing_replicas
 from tiny_engines import DEFAULTS
 
@@ -33,6 +35,14 @@ MIXED = [
     SamplingParams(max_tokens=6, seed=7, n=2, top_k=5),
     SamplingParams(max_tokens=16, temperature=0.9, min_p=0.05, logit_bias={7: 3.0}),
 ]
+SERVED: dict[str, Any] = {
+    "dtype": "float32",
+    "cache.memory": "4MiB",
+    "scheduler.max_model_len": 64,
+    "observability.progress": False,
+    "parallel.data": 2,
+    "parallel.expert": 2,
+}
 SLOW = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
@@ -242,3 +252,18 @@ def test_embeddings_are_those_of_one_engine(mixtral: Path) -> None:
         llm.close()
     expected = [each.outputs.embedding for each in LLM(mixtral, task="embed", **DEFAULTS).embed(PROMPTS)]
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_server_of_replicas_gives_the_text_of_one_engine(mixtral: Path, one: LLM) -> None:
+    prompts = [[5, 6, 7, 8 + number] for number in range(4)]
+    with sharing_replicas() as (_, settings), running_server(model=mixtral, **SERVED, **settings) as running:
+        body = {"prompt": prompts, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        choices = answer.json()["choices"]
+        plan = httpx.get(f"{running.url}/v1/plan").json()["settings"]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    expected = one.generate(prompts, params, progress=False)
+    assert [each["text"] for each in choices] == [each.outputs[0].text for each in expected]
+    assert {each["resolved"] for each in plan if each["key"] == "parallel.expert"} == {"2"}
