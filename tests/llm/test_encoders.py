@@ -16,7 +16,7 @@ from tiny_models import VOCAB_SIZE
 
 from slotline.core import LLM, PoolingParams, SamplingParams
 from slotline.plugins.model_families import offload
-from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
+from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS, TAGGERS
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,7 +145,7 @@ def test_explain_shows_layers_without_a_cache(encoder: Tiny) -> None:
     text = LLM(encoder("BertModel"), device="cpu").plan.explain()
     assert "encoder_only" in text
     assert "keep nothing between steps" in text
-    assert set(ARCHITECTURES) == {*EMBEDDERS, *CLASSIFIERS}
+    assert set(ARCHITECTURES) == {*EMBEDDERS, *CLASSIFIERS, *TAGGERS}
 
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 5}, {"hidden_size": -4}, {"intermediate_size": "many"}])

@@ -11,9 +11,13 @@ import pytest
 import torch
 import transformers
 from engine_driver import random_prompts, recorded, run_all
-from pooling_folders import bert, hf_model, llama_states
+from pooling_folders import SIZES, bert, hf_model, llama_states
+from tiny_models import FAMILIES, family
 
 from slotline.core import LLM, PoolingParams
+from slotline.plugins.model_families.decoder import TAGGERS
+from slotline.plugins.model_families.encoder import TAGGERS as ENCODERS
+from slotline.plugins.model_families.reward_models import CLASSES
 from slotline.registry.errors import ContractError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,6 +26,7 @@ Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+WORD_PROMPTS = [[token % 60 for token in prompt] for prompt in PROMPTS[:3]]
 TEXTS = ["the cat sat on a mat", "a dog", "cat on the dog"]
 
 
@@ -173,7 +178,7 @@ def test_embeddings_score_by_cosine_or_max_sim(tiny: Tiny, engines: Engines) -> 
 
 @pytest.mark.behaviour(124, 141)
 def test_every_task_is_tried_at_full_size_before_the_first_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotline.plugins.model_families.pooling import ClassPooler
+    from slotline.plugins.model_families.class_poolers import ClassPooler
 
     tried: dict[str, int] = {}
     whole = ClassPooler.pool
@@ -205,3 +210,76 @@ def test_nans_of_one_token_end_its_request_alone(tiny: Tiny, engines: Engines) -
     assert [output.finish_reason for output in outputs] == ["error", "stop"]
     assert outputs[0].metrics.num_nans in (64, 192)  # a backend may spread them over the request's other tokens
     assert np.isfinite(outputs[1].outputs.data.numpy()).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.behaviour(35)
+def test_an_encoder_classifies_its_tokens(tmp_path: Path) -> None:
+    path = bert(tmp_path / "tagger", "BertForTokenClassification", num_labels=3)
+    llm = LLM(path, device="cpu")
+    model = hf_model(path, "AutoModelForTokenClassification")
+    for prompt, output in zip(WORD_PROMPTS, llm.encode(WORD_PROMPTS, pooling_task="token_classify"), strict=True):
+        with torch.no_grad():
+            assert_close(output.outputs.data, model(torch.tensor([prompt])).logits[0].softmax(-1))
+    with pytest.raises(RequestError, match="a head for each token, and none for the text"):
+        llm.classify(WORD_PROMPTS[0])
+
+
+@pytest.mark.slow
+@pytest.mark.behaviour(35)
+@pytest.mark.parametrize("architecture", [one for one in (*TAGGERS, *ENCODERS) if one not in CLASSES])
+def test_every_architecture_classifies_tokens_as_transformers_does(
+    architecture: str, tiny: Tiny, engines: Engines, tmp_path: Path
+) -> None:
+    if architecture in ENCODERS:
+        sizes = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96} if "Distil" in architecture else {}
+        path = bert(tmp_path / "tagger", architecture, num_labels=3, **sizes)
+        llm, prompts = LLM(path, device="cpu"), WORD_PROMPTS
+    else:
+        base = architecture.removesuffix("ForTokenClassification")
+        name = next(name for name in FAMILIES if family(name).architecture == f"{base}ForCausalLM")
+        path = tiny(name, architecture=architecture, num_labels=3)
+        llm, prompts = engines(path, max_num_batched_tokens=16), PROMPTS[:3]
+    model = hf_model(path, "AutoModelForTokenClassification")
+    for prompt, output in zip(prompts, llm.encode(prompts, pooling_task="token_classify"), strict=True):
+        with torch.no_grad():
+            assert_close(output.outputs.data, model(torch.tensor([prompt])).logits[0].softmax(-1))
+
+
+@pytest.mark.behaviour(35)
+def test_rewards_of_steps_and_of_texts(tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
+    text = [*PROMPTS[1][:9], 5, *PROMPTS[1][9:20], 5]
+    llm = engines(tiny("qwen3", architecture="Qwen3ForTokenClassification", num_labels=2), max_num_batched_tokens=16)
+    model = hf_model(llm.engine.runner.model.facts.path, "AutoModelForTokenClassification")
+    logits = model(torch.tensor([text]), use_cache=False).logits[0]
+    ends = torch.tensor(text) == 5
+    (found,) = llm.reward([text], step_token=5)
+    assert_close(found.outputs.data, logits.softmax(-1)[ends][:, 1])
+    assert len(llm.reward([[6, 7]], step_token=5)[0].outputs.data) == 0
+    for ask, says in (
+        (lambda: llm.reward([text]), "no rewards of texts"),
+        (lambda: llm.reward([text], step_token="<no such token>"), "no token of this model"),
+        (lambda: engines(tiny("llama"), task="embed").reward([text], step_token=5), "no rewards of steps"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            ask()
+    outcome = tiny("llama", architecture="LlamaForSequenceClassification", num_labels=1)
+    plain = hf_model(outcome, "AutoModelForSequenceClassification")(torch.tensor([text]), use_cache=False).logits[0]
+    assert_close(engines(outcome).reward([text])[0].outputs.data, plain)
+
+
+@pytest.mark.behaviour(35)
+@pytest.mark.parametrize("architecture", list(CLASSES))
+def test_reward_models_without_a_class_of_transformers(architecture: str, tmp_path: Path) -> None:
+    path = tmp_path / "reward"
+    torch.manual_seed(3)
+    cls: Any = CLASSES[architecture]
+    reference = cls(transformers.Qwen2Config(**{**SIZES, "num_key_value_heads": 2})).eval()
+    reference.save_pretrained(path)
+    llm = LLM(path, device="cpu", memory="4MiB", max_num_batched_tokens=16)
+    text = [*WORD_PROMPTS[1][:9], 5]
+    with torch.no_grad():
+        logits = reference.score(reference.model(torch.tensor([text])).last_hidden_state[0])
+    if architecture == "Qwen2ForRewardModel":
+        assert_close(llm.reward([text])[0].outputs.data, logits[-1])
+    else:
+        assert_close(llm.reward([text], step_token=5)[0].outputs.data, logits[-1:].softmax(-1)[:, 1])

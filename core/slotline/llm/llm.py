@@ -23,6 +23,7 @@ from slotline.llm.chat_reader import chat_readers, shown_tools
 from slotline.llm.options import known_options
 from slotline.llm.pooled_texts import with_prompt
 from slotline.llm.progress import Progress, as_progress, progress_bar
+from slotline.llm.rewards import rewarding
 from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
@@ -390,6 +391,33 @@ class LLM:
             use_tqdm=use_tqdm,
         )
         return cast(list[ClassificationRequestOutput], outputs)
+
+    @known_options
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        step_token: str | int | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the reward of each prompt [1], or of each of its steps [num_steps].
+
+        Args:
+            prompts, lora_request, progress, use_tqdm: as for `encode`.
+            pooling_params: for all prompts.
+            step_token: the token, or its id, that ends a step. Its reward is the probability of the last class there.
+                None for the reward of the whole text, without an activation.
+
+        Raises:
+            RequestError: if a prompt is wrong, or the model gives no such rewards. No request of the call runs then.
+        """
+        asked = rewarding(self.submitter, pooling_params, step_token)
+        return asked.outputs(
+            self.encode(prompts, asked.params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+        )
 
     @known_options
     def score(

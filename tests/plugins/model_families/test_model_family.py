@@ -23,8 +23,10 @@ from slotline.plugins.model_families.decoder import (
     EMBEDDERS,
     LATENT,
     OWN_ATTENTION,
+    REWARDERS,
     SHARING,
     STATE_ARCHITECTURES,
+    TAGGERS,
     DecoderOptions,
     descriptor,
 )
@@ -477,7 +479,7 @@ def test_the_bare_transformers_model_can_be_reached(checkpoints: Callable[[str],
 
 @pytest.mark.behaviour(124)
 def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
-    assert descriptor.capabilities.tasks.values == {"generate", "embed", "classify"}
+    assert descriptor.capabilities.tasks.values == {"generate", "embed", "classify", "token_classify"}
     assert descriptor.capabilities.architectures.values == {
         *ARCHITECTURES,
         *CHUNKED,
@@ -487,6 +489,8 @@ def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
         *STATE_ARCHITECTURES,
         *EMBEDDERS,
         *CLASSIFIERS,
+        *TAGGERS,
+        *REWARDERS,
     }
     assert {tiny_models.family(name).architecture for name in tiny_models.FAMILIES} == set(ARCHITECTURES)
 

@@ -10,8 +10,17 @@ import transformers
 from attrs import frozen
 from transformers import CONFIG_MAPPING
 
-from slotline.plugins.model_families import composite, rope_fields, sentence_transformers, tried
-from slotline.plugins.model_families.decoder import CLASSIFIERS, EMBEDDERS, GENERATING, OWN_ATTENTION, SERVED, VETTED
+from slotline.plugins.model_families import composite, reward_models, rope_fields, sentence_transformers, tried
+from slotline.plugins.model_families.decoder import (
+    CLASSIFIERS,
+    EMBEDDERS,
+    GENERATING,
+    OWN_ATTENTION,
+    REWARDERS,
+    SERVED,
+    TAGGERS,
+    VETTED,
+)
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS
@@ -115,8 +124,10 @@ class Checkpoint:
     @property
     def tasks(self) -> tuple[str, ...]:
         """Tasks that it supports, the one that it was trained for first."""
-        if self.architecture in CLASSIFIERS:
+        if self.architecture in (*CLASSIFIERS, *REWARDERS):
             return ("classify",)
+        if self.architecture in TAGGERS:
+            return ("token_classify",)
         if self.architecture in EMBEDDERS:
             return ("embed",)
         if self.architecture not in GENERATING:
@@ -141,7 +152,7 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
     raw = _read_config_json(path)
     architecture = _served_architecture(path, raw, served)
     tried.refuse(path, architecture)
-    model_class = getattr(transformers, architecture, None)
+    model_class = getattr(transformers, architecture, None) or reward_models.CLASSES.get(architecture)
     if model_class is None:
         raise ModelError(
             f"transformers {transformers.__version__} has no class {architecture!r} for {path}",

@@ -97,8 +97,26 @@ CLASSIFIERS: tuple[str, ...] = (
 )
 """The same decoders with a `score` head."""
 
+TAGGERS: tuple[str, ...] = (
+    "Gemma2ForTokenClassification",
+    "GptOssForTokenClassification",
+    "LlamaForTokenClassification",
+    "MistralForTokenClassification",
+    "MixtralForTokenClassification",
+    "Phi3ForTokenClassification",
+    "Qwen2ForTokenClassification",
+    "Qwen3ForTokenClassification",
+    "Qwen3MoeForTokenClassification",
+    "Starcoder2ForTokenClassification",
+    "Qwen2ForProcessRewardModel",
+)
+"""The same decoders with a `score` head over each token."""
+
+REWARDERS: tuple[str, ...] = ("Qwen2ForRewardModel",)
+"""Decoders with a head of two layers over the last token, which gives the reward of the whole text."""
+
 GENERATING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *OWN_ATTENTION, *STATE_ARCHITECTURES)
-SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS)
+SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS, *TAGGERS, *REWARDERS)
 
 INNER: tuple[str, ...] = ("Qwen2VLForCausalLM", "Qwen2_5_VLForCausalLM", "Qwen3VLForCausalLM")
 """Decoders that are found only inside models with vision. The names are those of `causal.causal_class`."""
@@ -127,7 +145,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     capabilities=ModelFamilyCapabilities(
         architectures=Set(SERVED),
         devices=Set(("cpu", "cuda")),
-        tasks=Set(("generate", "embed", "classify")),
+        tasks=Set(("generate", "embed", "classify", "token_classify")),
         pipeline=Flag(True),
         taps=Flag(True),
         batch_invariant=Flag(True, "except models with experts"),

@@ -18,7 +18,16 @@ CLASSIFIERS: tuple[str, ...] = (
 )
 """The same encoders with a head over the first token."""
 
-ARCHITECTURES = (*EMBEDDERS, *CLASSIFIERS)
+TAGGERS: tuple[str, ...] = (
+    "BertForTokenClassification",
+    "CamembertForTokenClassification",
+    "DistilBertForTokenClassification",
+    "RobertaForTokenClassification",
+    "XLMRobertaForTokenClassification",
+)
+"""The same encoders with a head over each token."""
+
+ARCHITECTURES = (*EMBEDDERS, *CLASSIFIERS, *TAGGERS)
 
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
@@ -26,7 +35,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     capabilities=ModelFamilyCapabilities(
         architectures=Set(ARCHITECTURES),
         devices=Set(("cpu", "cuda")),
-        tasks=Set(("embed", "classify")),
+        tasks=Set(("embed", "classify", "token_classify")),
         tensor=Max(),
         token_types=Flag(True),
     ),

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload, weight_sizes
 from slotline.plugins.model_families.checkpoint import Checkpoint
-from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS
+from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, TAGGERS
 from slotline.plugins.model_families.logits import NoHead
 from slotline.plugins.model_families.pooling import make_encoder_pooler, reload_pooler
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
@@ -54,7 +54,7 @@ class TransformersEncoder:
             dtype=found.dtype,
             layers=layers,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            tasks=("classify",) if found.architecture in CLASSIFIERS else ("embed",),
+            tasks=_tasks(found.architecture),
             notes=notes,
             token_types=int(getattr(found.config, "type_vocab_size", 1) or 1),
         )
@@ -136,6 +136,12 @@ class EncoderModel:
         """Return the model, or a rank's part of it and where the ranks join their outputs."""
         hf_model = loading.load_transformers_model(context, checkpoint.read(context.facts.path, ARCHITECTURES))
         return hf_model, None if context.shard is None else divide(hf_model, context.shard)
+
+
+def _tasks(architecture: str) -> tuple[str, ...]:
+    if architecture in TAGGERS:
+        return ("token_classify",)
+    return ("classify",) if architecture in CLASSIFIERS else ("embed",)
 
 
 def _first_position(found: Checkpoint) -> int:

@@ -570,9 +570,12 @@ class Config:
         default="",
         metadata=_doc("branch, tag or commit of a model on the Hugging Face Hub; empty for its main branch"),
     )
-    task: Literal["auto", "generate", "embed", "classify"] = field(
+    task: Literal["auto", "generate", "embed", "classify", "token_classify"] = field(
         default="auto",
-        metadata=_doc("output of requests: text, an embedding or class scores; 'auto' is the model's own"),
+        metadata=_doc(
+            "output of requests: text, an embedding, or class scores of a text or of each token; 'auto' is the model's "
+            "own"
+        ),
     )
     tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own", path=True))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
