@@ -94,12 +94,29 @@ def test_the_text_depends_on_the_positions_of_rows_and_columns(
     assert [a == b for a, b in zip(found, wanted, strict=True)] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_text_depends_on_what_the_first_layers_add(
+    tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_grid("qwen3_vl")
+    llm = engines(path, **{"cache.prefix_caching": False})
+    model: Any = llm.engine.runner.model
+    forward = model.forward
+
+    def plain(*args: Any, layer_embeds: Any = None, **rest: Any) -> Any:
+        return forward(*args, **rest)
+
+    monkeypatch.setattr(model, "forward", plain)
+    found, wanted = tokens(generate(llm, PROMPTS)), expected(path, PROMPTS)
+    assert [a == b for a, b in zip(found[:4], wanted[:4], strict=True)] == [False, False, True, False]
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("name", "asynchronous"), [("qwen2_vl", False), ("qwen3_vl", True)])
 @pytest.mark.behaviour(25, 66)
 def test_chunks_that_end_inside_images_give_transformers_tokens(
-    asynchronous: bool, tiny_grid: Grid, engines: Engines
+    name: str, asynchronous: bool, tiny_grid: Grid, engines: Engines
 ) -> None:
-    path = tiny_grid()
+    path = tiny_grid(name)
     settings = {"scheduler.max_batched_tokens": 5, "cache.prefix_caching": False, "scheduler.async": asynchronous}
     llm = engines(path, block_size=4, **settings)
     with recorded(llm) as steps, recorded_items(llm) as items:
@@ -139,8 +156,10 @@ def test_rejected_drafts_of_a_step_in_flight_move_no_positions(
     assert drafts.counts.accepted < drafts.counts.proposed
 
 
-def test_prefixes_with_the_same_image_are_shared(tiny_grid: Grid, engines: Engines) -> None:
-    path = tiny_grid()
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_prefixes_with_the_same_image_are_shared(name: str, tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid(name)
     llm = engines(path, block_size=4)
     asked = [(f"a {IMAGE} b", [1]), (f"a {IMAGE} quite another text behind it", [1]), (f"a {IMAGE} b", [2])]
     outputs = [generate(llm, [one])[0] for one in asked]
@@ -149,12 +168,15 @@ def test_prefixes_with_the_same_image_are_shared(tiny_grid: Grid, engines: Engin
     assert cached[1] > 6 > cached[2]  # a prefix that ends inside the image, or behind it
 
 
-@pytest.mark.parametrize(("prefix_caching", "asynchronous"), [(False, False), (True, True)])
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(
+    ("name", "prefix_caching", "asynchronous"), [("qwen2_vl", False, False), ("qwen3_vl", True, True)]
+)
 @pytest.mark.behaviour(25)
 def test_preempted_requests_give_transformers_tokens(
-    prefix_caching: bool, asynchronous: bool, tiny_grid: Grid, engines: Engines
+    name: str, prefix_caching: bool, asynchronous: bool, tiny_grid: Grid, engines: Engines
 ) -> None:
-    path = tiny_grid()
+    path = tiny_grid(name)
     settings = {"cache.prefix_caching": prefix_caching, "scheduler.async": asynchronous}
     settings |= {"scheduler.max_batched_tokens": 11}
     llm = engines(path, block_size=4, memory=f"{72 * KIB_PER_TOKEN}KiB", **settings)
@@ -163,16 +185,20 @@ def test_preempted_requests_give_transformers_tokens(
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
-def test_stages_give_transformers_tokens(tiny_grid: Grid, engines: Engines) -> None:
-    path = tiny_grid()
-    llm = engines(path, **{"parallel.pipeline": ("cpu", "cpu"), "scheduler.async": True})
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("lean", [False, True])
+def test_stages_give_transformers_tokens(lean: bool, tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid("qwen3_vl")
+    settings = {"parallel.pipeline": ("cpu", "cpu"), "scheduler.async": True}
+    llm = engines(path, **settings, **{"model_family.transformers_vision.lean": lean})
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
 
 
 @pytest.mark.slow
-def test_ranks_give_transformers_tokens(tiny_grid: Grid) -> None:
-    path = tiny_grid()
-    ranks = ThreadRanks(path, **{**DEFAULTS, "scheduler.max_batched_tokens": 12})
+@pytest.mark.parametrize(("name", "divided"), [("qwen2_vl", False), ("qwen3_vl", True)])
+def test_ranks_give_transformers_tokens(name: str, divided: bool, tiny_grid: Grid) -> None:
+    path = tiny_grid(name)
+    ranks = ThreadRanks(path, **{**DEFAULTS, "scheduler.max_batched_tokens": 12, "parallel.sequence": divided})
     assert ranks.same(lambda llm: tokens(generate(llm, PROMPTS))) == expected(path, PROMPTS)
     ranks.close()
 

@@ -12,7 +12,7 @@ import tiny_vision
 import torch
 import transformers
 
-VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl")
+VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _SIZES = {name: value for name, value in tiny_models._SIZES.items() if name != "head_dim"} | {"vocab_size": 392}
@@ -42,7 +42,7 @@ def build(name: str, path: Path) -> Path:
         "vision_end_token_id": tokens["<|vision_end|>"],
     }
     torch.manual_seed(0)
-    model = {"qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5}[name](ids)
+    model = {"qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3}[name](ids)
     tiny_models._widen(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
@@ -66,6 +66,17 @@ def _qwen2_5(ids: dict[str, int]) -> Any:
         text_config={**_SIZES, "rope_parameters": _ROPE}, vision_config={**vision, **_PATCHES}, **ids
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3(ids: dict[str, int]) -> Any:
+    vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
+    config = transformers.Qwen3VLConfig(
+        text_config={**tiny_models._SIZES, "vocab_size": 392, "rope_parameters": _ROPE},
+        vision_config={**vision, **_PATCHES},
+        **ids,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
 
 
 @cache

@@ -43,6 +43,8 @@ def choose_microbatches(
         texts.append(f"{facts.architecture} keeps states, and a state is advanced once in a step")
     if any(layer.attention_type != "decoder" for layer in facts.layers):
         texts.append(f"{facts.architecture} has layers whose tokens see later ones, or an encoder's")
+    if facts.layer_embeds:
+        texts.append(f"{facts.architecture} adds embeddings behind its first layers, which are given for whole steps")
     if facts.position_axes > 1:
         texts.append(f"{facts.architecture} has positions on several axes, which are given for whole steps")
     if lora is not None:

@@ -65,7 +65,7 @@ class TransformersLoop:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
             given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
-        divided = self._tokens.step(positions.shape[0], divided=False)
+        divided = self._tokens.step(positions.shape[-1], divided=False)
         with self._crossing.scope(), divided, tapped(self._base.layers, self._tokens.tapping(tap)):
             outputs = self._base(**given)
         hidden_states: torch.Tensor = outputs.last_hidden_state.to(self._dtype)  # Mamba ends in float32
@@ -100,7 +100,7 @@ class LeanLoop:
         layer.
         """
         if self._tokens.divides:
-            with self._tokens.step(positions.shape[0]):
+            with self._tokens.step(positions.shape[-1]):
                 return self._run(input_ids, positions, wanted, inputs_embeds, self._tokens.tapping(tap))
         return self._run(input_ids, positions, wanted, inputs_embeds, tap)
 

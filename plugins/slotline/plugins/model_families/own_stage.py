@@ -246,7 +246,7 @@ class TransformersStage:
             given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
             self._received = None if self._stage.is_first else given["inputs_embeds"]
         shown = tapped(self._base.layers, self._tokens.tapping(tap), range(self._stage.first, self._stage.end))
-        with self._tokens.step(positions.shape[0], divided=False), shown:
+        with self._tokens.step(positions.shape[-1], divided=False), shown:
             outputs = self._base(**given)
         states, self._received, self._sent = self._sent, None, None
         if not self._stage.is_last:

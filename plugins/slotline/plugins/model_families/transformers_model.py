@@ -98,7 +98,7 @@ class DecoderModel:
         self._context = context
         built = building.build(context, self._load)
         self.hf_model, self._holder, self._origin = built.hf_model, built.holder, built.origin
-        self._divided = built.parts
+        self._divided, self._token_division = built.parts, built.tokens
         self._parts = own_stage.parts_of(self.hf_model, context)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)

@@ -6,7 +6,11 @@ from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
-GRIDS: tuple[str, ...] = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+GRIDS: tuple[str, ...] = (
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 """Models whose images have sizes of their own, and whose rotary embeddings read a time, a row and a column."""
 
 ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration", *GRIDS)

@@ -23,6 +23,7 @@ from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.grid_images import AXES, GridProcessing, grid_positions
 from slotline.plugins.model_families.image_processing import ImageProcessing
+from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
@@ -54,6 +55,7 @@ class TransformersVision(TransformersDecoder):
             parts=facts.parts and evolve(facts.parts, embedding=facts.parts.embedding + size),
             modalities=(Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id)),),
             position_axes=AXES if found.architecture in GRIDS else 1,
+            layer_embeds=_layer_embeds(found, facts),
         )
 
     def load(self, context: ModelContext) -> VisionModel:
@@ -86,6 +88,15 @@ class VisionModel(DecoderModel):
         """See `slotline.registry.contracts.model_family.MultimodalModel.axis_positions`."""
         return grid_positions(self.hf_model.encoder, self._image_token, token_ids, items)
 
+    def forward(
+        self, *args: Any, layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any
+    ) -> torch.Tensor:
+        """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
+        if layer_embeds is None:
+            return super().forward(*args, **options)
+        with added(self.hf_model.base_model.layers, *layer_embeds, self._token_division):
+            return super().forward(*args, **options)
+
     def process(self, modality: str, item: Any) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
         return self._processing.process(item)
@@ -107,8 +118,10 @@ class VisionModel(DecoderModel):
         for name in items[0].keys() & self._arguments:
             value = torch.cat([item[name] for item in items])
             inputs[name] = value.to(self._device, self.hf_model.dtype if value.is_floating_point() else None)
-        found = self.hf_model.encoder.get_image_features(**inputs, return_dict=True).pooler_output
-        rows = torch.cat(list(found)).flatten(0, -2)  # [all items' embeddings, hidden_size]
+        outputs = self.hf_model.encoder.get_image_features(**inputs, return_dict=True)
+        further = getattr(outputs, "deepstack_features", None) or ()
+        parts = [torch.cat(list(part)).flatten(0, -2) for part in (outputs.pooler_output, *further)]
+        rows = torch.cat(parts, dim=-1)  # [all items' embeddings, (1 + layer_embeds) * hidden_size]
         return list(rows.chunk(len(items)))  # of equal shapes, so of equal numbers of embeddings
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
@@ -124,6 +137,21 @@ class VisionModel(DecoderModel):
         binding.register(binding.ATTENTION_NAME, binding.slot_attention)
         hf_model.config._attn_implementation = binding.ATTENTION_NAME
         return hf_model.eval().requires_grad_(False), encoder
+
+
+def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:
+    """Return the number of layers behind which embeddings of images are added.
+
+    Raises:
+        ModelError: if the decoder has no more layers than that.
+    """
+    count = len(getattr(found.config.vision_config, "deepstack_visual_indexes", None) or ())
+    if count >= len(facts.layers):
+        raise ModelError(
+            f"{found.architecture} in {found.path} has {count} deepstack_visual_indexes for {len(facts.layers)} layers",
+            fix="use a checkpoint whose decoder has more layers than the encoder has deepstack_visual_indexes",
+        )
+    return count
 
 
 def _decoder_of(found: Checkpoint) -> Checkpoint:

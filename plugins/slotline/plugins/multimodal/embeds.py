@@ -14,7 +14,7 @@ class Embeds:
 
     Attributes:
         index: [n] int64 on the device, which of the step's tokens.
-        values: [n, hidden_size] in the model's dtype.
+        values: [n, (1 + layer_embeds) * hidden_size] in the model's dtype, see `ModelFacts.layer_embeds`.
     """
 
     index: torch.Tensor
@@ -22,7 +22,12 @@ class Embeds:
 
     def merged(self, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [num_tokens, hidden_size] of a step with these values in their places."""
-        return embed(input_ids).index_copy_(0, self.index, self.values)
+        embeddings = embed(input_ids)
+        return embeddings.index_copy_(0, self.index, self.values[:, : embeddings.shape[1]])
+
+    def by_layer(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the index, and what the first `count` layers add, [count, n, hidden_size]."""
+        return self.index, self.values.unflatten(1, (1 + count, -1))[:, 1:].transpose(0, 1)
 
 
 @frozen(eq=False)

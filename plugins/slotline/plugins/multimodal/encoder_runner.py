@@ -35,7 +35,7 @@ class EncoderRunner:
     Attributes:
         model: encodes items.
         device: torch device string.
-        outputs: embeddings [n, hidden_size] by the hash of their item.
+        outputs: embeddings [n, (1 + layer_embeds) * hidden_size] by the hash of their item.
     """
 
     model: MultimodalModel
@@ -90,7 +90,8 @@ class EncoderRunner:
             Memory as large as a full cache of `capacity` embeddings, for the caller to hold while it measures.
         """
         token = torch.zeros(1, dtype=torch.int64, device=self.device)
-        held = self.model.embed(token).new_empty((capacity, self.model.facts.hidden_size))
+        width = self.model.facts.hidden_size * (1 + self.model.facts.layer_embeds)
+        held = self.model.embed(token).new_empty((capacity, width))
         for modality in self.model.facts.modalities:
             example = self.model.example(modality.name)
             count = max(1, max_tokens_per_step // num_embeddings(example, modality))

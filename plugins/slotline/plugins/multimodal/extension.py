@@ -178,12 +178,12 @@ class CrossAttentionExtension(MultimodalExtension):
 
 
 def build(context: ExtensionContext) -> MultimodalExtension:
-    """Build the extension, with cross-attention or several position axes if the model has them."""
+    """Build the extension, with what else the model reads of a step."""
     parts: Parts = context.parts
-    if parts.planned.facts.position_axes > 1:
-        from slotline.plugins.multimodal.axes import AxesExtension
+    if parts.planned.facts.position_axes > 1 or parts.planned.facts.layer_embeds:
+        from slotline.plugins.multimodal.further_inputs import AxesExtension, LayersExtension
 
-        return AxesExtension(parts)
+        return AxesExtension(parts) if parts.planned.facts.position_axes > 1 else LayersExtension(parts)
     crossing = any(group.fixed_len is not None for group in parts.groups)
     return CrossAttentionExtension(parts) if crossing else MultimodalExtension(parts)
 

@@ -273,6 +273,8 @@ class ModelFacts:
         token_types: number of types that a token can have, such as that of a pair's first or second text.
         position_axes: number of positions that the rotary embeddings read of each token. Above 1, `load` returns a
             `MultimodalModel` with `axis_positions`, whose forward takes `position_offsets`.
+        layer_embeds: number of first layers behind which embeddings of items are added. Above 0,
+            `MultimodalModel.encode` returns them too, and `forward` takes `layer_embeds`.
     """
 
     architecture: str
@@ -297,6 +299,7 @@ class ModelFacts:
     mixtures: tuple[int, ...] = ()
     token_types: int = 1
     position_axes: int = 1
+    layer_embeds: int = 0
 
 
 @frozen(kw_only=True)
@@ -610,8 +613,8 @@ class MultimodalModel(Model, Protocol):
             items: the `inputs` of each item, in host memory.
 
         Returns:
-            For each item [n, hidden_size] in the model's dtype, with one row for each placeholder token of its
-            `token_ids`.
+            For each item [n, (1 + layer_embeds) * hidden_size] in the model's dtype, with one row for each placeholder
+            token of its `token_ids`: the token's embedding, then what `ModelFacts.layer_embeds` layers add, in order.
         """
         ...
 
@@ -646,6 +649,7 @@ class MultimodalModel(Model, Protocol):
         fast_prefill: bool = False,
         encoder_states: torch.Tensor | None = None,
         position_offsets: torch.Tensor | None = None,
+        layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run a step like `Model.forward`, with embeddings in place of token ids if given.
 
@@ -659,6 +663,9 @@ class MultimodalModel(Model, Protocol):
         `position_offsets` [position_axes, num_tokens] int64 are passed only to a model with several position axes.
         Their sum with `positions` gives the positions of the rotary embeddings. Captured graphs include the sum, since
         only `positions` are advanced and corrected on the device.
+
+        `layer_embeds` are passed only to a model with some, and only with `inputs_embeds`: indices [n] int64 of tokens,
+        and values [layer_embeds, n, hidden_size] to be added to these tokens' hidden states after the first layers.
         """
         ...
 

@@ -28,13 +28,14 @@ class TokenDivision:
     Attributes:
         divides: whether hidden states are ever divided.
         divided: whether they are at this place of the current forward pass.
+        count: number of tokens of the current forward pass. 0 outside.
     """
 
     def __init__(self, communicator: Communicator | None = None) -> None:
         self._communicator: Any = communicator
         self.divides = communicator is not None
         self.divided = False
-        self._count = 0
+        self.count = 0
 
     @contextmanager
     def step(self, count: int, *, divided: bool = True) -> Iterator[None]:
@@ -44,11 +45,11 @@ class TokenDivision:
             count: number of its tokens.
             divided: whether hidden states are divided from the start.
         """
-        self._count, self.divided = count, divided and self.divides
+        self.count, self.divided = count, divided and self.divides
         try:
             yield
         finally:
-            self._count, self.divided = 0, False
+            self.count, self.divided = 0, False
 
     @contextmanager
     def left_whole(self) -> Iterator[None]:
@@ -61,7 +62,7 @@ class TokenDivision:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return a rank's rows of hidden states [.., count, hidden_size], which are divided from now on in a step."""
-        self.divided = self.divides and self._count > 0
+        self.divided = self.divides and self.count > 0
         return self.own(x) if self.divided else x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ class TokenDivision:
         if not self.divided:
             return x
         found = self._communicator.all_gather(x.reshape(-1, x.shape[-1]).contiguous())
-        return found[: self._count].view(*x.shape[:-2], self._count, x.shape[-1])  # type: ignore[no-any-return]
+        return found[: self.count].view(*x.shape[:-2], self.count, x.shape[-1])  # type: ignore[no-any-return]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of parts [.., count, hidden_size]: of own rows, or of all if not divided."""
@@ -118,7 +119,7 @@ class TokenDivision:
 
     @property
     def _each(self) -> int:
-        return -(-self._count // self._communicator.size)  # type: ignore[no-any-return]
+        return -(-self.count // self._communicator.size)  # type: ignore[no-any-return]
 
 
 WHOLE = TokenDivision()

@@ -1,4 +1,6 @@
-"""Extension of a model whose rotary embeddings read positions on several axes (M-RoPE).
+"""Extensions of models that read more of a step than tokens, places and embeddings in the place of tokens.
+
+One has rotary embeddings that read positions on several axes (M-RoPE).
 
 Attention and cache go on reading one position for each token, its place in the sequence. Here are only the differences
 between the two, by axis and token. After the prompt the difference is one number for each request, whatever is drafted,
@@ -42,7 +44,26 @@ class PromptOffsets:
     after: int
 
 
-class AxesExtension(MultimodalExtension):
+class LayersExtension(MultimodalExtension):
+    """Items of a model that adds some of their embeddings behind its first layers."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._layers = parts.planned.facts.layer_embeds
+
+    def forward_kwargs(self, inputs: ModelInputs) -> Mapping[str, Any]:
+        """Return what the first layers add in a step with items."""
+        found: StepEmbeds | None = inputs.extras.get(NAME)
+        if found is None or found.embeds is None or not self._layers:
+            return {}
+        return {"layer_embeds": found.embeds.by_layer(self._layers)}
+
+    def capture_kwargs(self, inputs: ModelInputs, broken: frozenset[str], cut: Any) -> Mapping[str, Any]:
+        """Return nothing that depends on items: steps with any run eagerly."""
+        return {}
+
+
+class AxesExtension(LayersExtension):
     """Items of a model with several position axes, and the offsets of each step's tokens."""
 
     def __init__(self, parts: Parts) -> None:
@@ -103,13 +124,13 @@ class AxesExtension(MultimodalExtension):
             self._of(inputs).copy_(found.offsets)
         return super().prepare_inputs(inputs)
 
-    def forward_kwargs(self, inputs: ModelInputs) -> Mapping[str, torch.Tensor]:
-        """Return the offsets of a step."""
-        return {"position_offsets": self._of(inputs)}
+    def forward_kwargs(self, inputs: ModelInputs) -> Mapping[str, Any]:
+        """Return the offsets of a step, and what the first layers add."""
+        return {"position_offsets": self._of(inputs), **super().forward_kwargs(inputs)}
 
     def capture_kwargs(self, inputs: ModelInputs, broken: frozenset[str], cut: Any) -> Mapping[str, Any]:
-        """Return the same, whose address never changes."""
-        return self.forward_kwargs(inputs)
+        """Return the offsets, whose address never changes."""
+        return {"position_offsets": self._of(inputs)}
 
     def _of(self, inputs: ModelInputs) -> torch.Tensor:
         return self._sent[:, : inputs.num_padded_tokens]
