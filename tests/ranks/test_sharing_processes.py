@@ -13,6 +13,7 @@ import tiny_models
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.engine.engine import Engine
 from slotline.registry.errors import RankError
 
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("]
@@ -56,3 +57,24 @@ def test_a_stopped_replica_without_requests_ends_all(tmp_path: Path) -> None:
     os.kill(llm.front.links.pid_of(1), signal.SIGSTOP)
     with pytest.raises(RankError, match="replica 1 failed: its process was stopped by a signal"):
         llm.generate(PROMPTS[0], LONG)
+
+
+def fail_in_forward(engine: Engine) -> None:
+    """Have the model of an engine fail in its next forward pass."""
+
+    def forward(*_given: object, **_options: object) -> None:
+        raise ValueError("on purpose")
+
+    engine.runner.model.forward = forward  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.exhaustive
+def test_an_error_in_a_forward_pass_ends_all_with_its_name(tmp_path: Path) -> None:
+    path = tiny_models.build("mixtral", tmp_path / "model")
+    llm = LLM(path, data=2, expert=2, **DEFAULTS)
+    llm.front.ask_first(fail_in_forward)
+    with pytest.raises(RankError, match="replica 0 failed: it raised ValueError") as caught:
+        llm.generate(PROMPTS, GREEDY)
+    assert "on purpose" in str(caught.value.__cause__)
+    with pytest.raises(RankError, match="replica 0 failed"):
+        llm.generate(PROMPTS, GREEDY)
