@@ -54,6 +54,22 @@ class PendingLogprobs:
         return found
 
 
+@frozen(kw_only=True, eq=False)
+class PendingPrompts:
+    """Log-probabilities of prompts on their way to the host, by row the shape of each one's part."""
+
+    shapes: dict[int, torch.Size]
+    packed: Download
+
+    def by_row(self) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        """Wait, and return the entries of each prompt from its second token on, with that one's place."""
+        found, rest = dict[int, tuple[int, list[TokenLogprobs]]](), self.packed.wait()
+        for row, (count, width) in self.shapes.items():
+            part, rest = rest[: count * width].reshape(count, width), rest[count * width :]
+            found[row] = (1, unpack_logprobs(part, [width // 2 - 1] * count))
+        return found
+
+
 def pack_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, normalise: bool) -> torch.Tensor:
     """Pack the values of the chosen tokens and the top ones, without waiting for the device.
 

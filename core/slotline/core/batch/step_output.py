@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen
 
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
-from slotline.core.batch.logprobs import PendingLogprobs
+from slotline.core.batch.logprobs import PendingLogprobs, PendingPrompts
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.sampling_metadata import SamplingMetadata
 from slotline.core.device.transfer_buffer import Download
@@ -53,7 +53,7 @@ class PendingSample:
         extras: what `keep_states` of extensions returned, by the extension's name.
         num_nans: [n] int64 on their way to the host, if they are counted.
         logprobs: on their way to the host, if requested.
-        prompt_logprobs: as in `StepOutput`.
+        prompt_logprobs: of prompts that end in the step, on their way to the host, if requested.
         errors: by place, the reason for logits that could not be processed.
     """
 
@@ -64,7 +64,7 @@ class PendingSample:
     extras: Mapping[str, Any] = field(factory=dict)
     num_nans: Download | None = None
     logprobs: PendingLogprobs | None = None
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    prompt_logprobs: PendingPrompts | None = None
     errors: dict[int, str] = field(factory=dict)
 
 
@@ -81,7 +81,7 @@ class StepOutput:
         num_kept: [n] int64, verified tokens up to each token whose keys and values count as computed. None for all.
         extras: as in `PendingSample`.
         logprobs: by row, an entry for each token, if requested.
-        prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
+        prompt_logprobs: by row, entries for the positions of a prompt that ended in this step, with the first one.
         num_nans: by row, only rows with NaN logits.
         answers: by row, the answers [size] or [num_tokens, size] float32 of requests that get no token.
         failed: by row, the reason why it gets no further token. Its request ends with an error.

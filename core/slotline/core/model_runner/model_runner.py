@@ -1,8 +1,7 @@
 """The runner: from a step's inputs to sampled tokens. It knows no plugin by name. Its parts were built for it.
 
 A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, the output
-head's `start` starts the work after it, and its `finish` waits for the results. Nothing before `finish` waits for the
-device, unless log-probabilities of a prompt are asked for.
+head's `start` starts the work after it, and its `finish` waits for the results. Nothing before it waits for the device.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 from attrs import evolve
 
-from slotline.core.api.outputs import TokenLogprobs
-from slotline.core.batch.logprobs import PendingLogprobs, ScoredPlaces, pack_logprobs, unpack_logprobs
+from slotline.core.batch.logprobs import PendingLogprobs, PendingPrompts, ScoredPlaces, pack_logprobs
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.step_output import ForwardOutput, PendingSample, StepOutput
 from slotline.core.device.transfer_buffer import Download
@@ -133,7 +132,7 @@ class SamplingHead:
                 errors=processed.errors,
                 num_nans=num_nans,
                 logprobs=None if inputs.scored is None else self._logprobs(scores, tokens, inputs.scored),
-                prompt_logprobs=self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {},
+                prompt_logprobs=self._prompt_logprobs(launched) if launched.whole and not inputs.made_up else None,
             )
         for listener in self.extensions.after_sample:
             listener(sampling)
@@ -176,7 +175,7 @@ class SamplingHead:
             num_kept=num_kept,
             extras=sampling.extras,
             logprobs={} if sampling.logprobs is None else sampling.logprobs.by_row(places, rows),
-            prompt_logprobs=sampling.prompt_logprobs,
+            prompt_logprobs={} if sampling.prompt_logprobs is None else sampling.prompt_logprobs.by_row(),
             num_nans=num_nans,
             failed=failed,
             spoiled=spoiled,
@@ -226,30 +225,38 @@ class SamplingHead:
         packed = self._pack(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
         return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
 
-    def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
-        """Score the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
-        result = {}
+    def _prompt_logprobs(self, launched: ForwardOutput) -> PendingPrompts | None:
+        """Score the prompt tokens that follow this chunk's positions: position p scores token p + 1.
+
+        The scores stay on the device until a prompt's last chunk. Those of all prompts that end arrive in one copy.
+        """
+        inputs, ended = launched.inputs, dict[int, torch.Tensor]()
         for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
             row, start = int(inputs.rows[i]), int(inputs.query_start_loc_cpu[i])
             first = int(inputs.seq_lens_cpu[i] - inputs.num_scheduled[i]) + 1
-            end = min(int(inputs.seq_lens_cpu[i]) + 1, int(self.rows.num_prompt_tokens[row]))
-            targets = self.rows.token_ids[row, first:end]
-            if len(targets):
-                top = int(self.rows.num_prompt_logprobs[row])
-                result[row] = (first, self._score(inputs, hidden, start, targets.astype(np.int64), top))
-        return result
+            end = min(int(inputs.seq_lens_cpu[i]) + 1, length := int(self.rows.num_prompt_tokens[row]))
+            if first < end:
+                kept = self.rows.request(row).inputs
+                known: list[torch.Tensor] = [] if first == 1 else kept["prompt_scores"]
+                targets = self.rows.token_ids[row, first:end].astype(np.int64)
+                known += self._score(inputs, launched.hidden, start, targets, int(self.rows.num_prompt_logprobs[row]))
+                kept["prompt_scores"] = known
+                if end == length:
+                    ended[row] = torch.cat(kept.pop("prompt_scores"))
+        if not ended:
+            return None
+        packed = self.staging.download(torch.cat([one.flatten() for one in ended.values()]))
+        return PendingPrompts(shapes={row: one.shape for row, one in ended.items()}, packed=packed)
 
     def _score(
         self, inputs: ModelInputs, hidden: torch.Tensor, start: int, targets: Int, top: int
-    ) -> list[TokenLogprobs]:
-        """Score `targets` [n] by the hidden states of the step's tokens from `start` on."""
-        entries: list[TokenLogprobs] = []
+    ) -> list[torch.Tensor]:
+        """Score `targets` [n] by the hidden states of the step's tokens from `start` on, some at a time."""
         places = torch.arange(start, start + len(targets), device=hidden.device)
-        each = (hidden[start : start + len(targets)], places, torch.from_numpy(targets).to(hidden.device))
-        for states, indices, tokens in zip(*(one.split(_PROMPT_LOGITS_AT_A_TIME) for one in each), strict=True):
-            packed = self._pack(self._compute_logits(states, inputs, indices), tokens, top)
-            entries += unpack_logprobs(packed.cpu().numpy(), [top] * len(tokens))
-        return entries
+        there = torch.from_numpy(targets).to(hidden.device, non_blocking=True)
+        each = (one.split(_PROMPT_LOGITS_AT_A_TIME) for one in (hidden[start : start + len(targets)], places, there))
+        pieces = zip(*each, strict=True)
+        return [self._pack(self._compute_logits(states, inputs, at), tokens, top) for states, at, tokens in pieces]
 
     def _pack(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
         return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
