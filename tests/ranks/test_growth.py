@@ -175,9 +175,9 @@ def test_weights_that_were_read_again_are_those_of_new_replicas(llm: LLM, monkey
 def test_a_server_scales_for_an_administrator_and_shows_it() -> None:
     with replicas_as_threads(), running_server(Keys((b"user",), (b"admin",)), **CHECKED) as served:
 
-        def ask(key: str, data: object) -> httpx.Response:
-            given = {"headers": {"authorization": f"Bearer {key}"}, "json": {"data": data}, "timeout": 60}
-            return httpx.post(f"{served.url}/v1/scale", **given)  # type: ignore[arg-type]
+        def ask(key: str, data: object, path: str = "/v1/scale", name: str = "data") -> httpx.Response:
+            given = {"headers": {"authorization": f"Bearer {key}"}, "json": {name: data}, "timeout": 60}
+            return httpx.post(served.url + path, **given)  # type: ignore[arg-type]
 
         def metrics() -> str:
             return httpx.get(f"{served.url}/metrics", headers={"authorization": "Bearer user"}).text
@@ -192,3 +192,7 @@ def test_a_server_scales_for_an_administrator_and_shows_it() -> None:
         wrong = ask("admin", 0)
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "not_scaled")
         assert ask("admin", 1).json()["data"] == 1
+        assert ask("user", 2, "/scale_elastic_ep", "new_data_parallel_size").status_code == 401
+        answer = ask("admin", 2, "/scale_elastic_ep", "new_data_parallel_size")
+        assert answer.json() == {"message": "Scaled to 2 data parallel engines"}
+        assert ask("admin", 2, "/scale_elastic_ep").json()["error"]["code"] == "unknown_field"

@@ -72,6 +72,9 @@ def test_a_third_replica_takes_its_experts_while_requests_run_and_gives_them_bac
     assert [one.finish_reason for one in running] == ["length"] * 2
     used = [front.add(f"u{i}", [9 + i] * 30, SamplingParams(max_tokens=20, ignore_eos=True)) for i in range(3)]
     assert {one.replica for one in used} == {0, 1, 2}
+    with pytest.raises(RequestError, match="have unfinished requests after 0 s"):
+        llm.scale(2, timeout=0)
+    assert front.router.chosen_among == 3
     report = llm.scale(2)
     assert (report.data, report.started, report.leaving) == (2, 0, 0)
     assert used[2].finish_reason == "length"

@@ -22,7 +22,8 @@ from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.start import start_engine
 from slotline.registry.config import LoadedConfig
 
-_BUILDING = threading.Lock()
+BUILDING = threading.Lock()
+"""Held while a thread loads a model: transformers' loading is for one thread at a time."""
 
 
 @define(eq=False)
@@ -61,14 +62,14 @@ def _serve(address: str, key: bytes, number: int) -> None:
 
 
 def _built_alone(loaded: LoadedConfig, first: int) -> Engine:
-    """Build an engine while no other thread does: transformers' loading is for one thread at a time."""
-    with _BUILDING:
+    """Build an engine while no other thread does."""
+    with BUILDING:
         return start_engine(loaded, first)
 
 
 def reload_alone(engine: Engine, path: Path | None) -> None:
     """Read weights while no other thread does."""
-    with _BUILDING:
+    with BUILDING:
         engine.reload_weights(path)
 
 

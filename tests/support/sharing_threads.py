@@ -16,7 +16,7 @@ from thread_ranks import Meetings, ThreadGroup
 
 from slotline.planner.plan import make_plan
 from slotline.plugins.model_families.tensor_parallel.threads import Meeting
-from slotline.ranks import front, regroup, replica
+from slotline.ranks import front, regroup, replica, replica_front
 from slotline.ranks.meetings import join_meetings
 from slotline.ranks.replica_links import ReplicaLinks
 from slotline.ranks.sharing import MeetingAddress, build_sharing, place_of
@@ -68,7 +68,8 @@ class Replicas:
 
     def start_alone(self, loaded: LoadedConfig, number: int) -> SharingEngine:
         """Build an engine as `slotline.ranks.regroup.start_alone` does."""
-        engine = self.engines[number] = regroup.start_alone(loaded, number)
+        with replica_threads.BUILDING:
+            engine = self.engines[number] = regroup.start_alone(loaded, number)
         return engine
 
     def join(self, place: Place, address: MeetingAddress, _timeout: float) -> ThreadGroup:
@@ -100,6 +101,7 @@ def sharing_replicas(module: Any = thread_ranks) -> Iterator[tuple[Replicas, dic
         patch.setattr(front, "ReplicaLinks", partial(ReplicaLinks, start=replica_threads.start_thread))
         patch.setattr(replica, "start_sharing", replicas.start)
         patch.setattr(replica, "start_alone", replicas.start_alone)
+        patch.setattr(replica_front, "_reload", replica_threads.reload_alone)
         patch.setattr(regroup, "join_replicas", replicas.join)
         patch.setattr(SharingEngine, "capture_again", capture_in_turn)
         yield replicas, settings

@@ -284,9 +284,9 @@ class AsyncLLM:
         """Return the numbers of the known adapters."""
         return await self.on_engine(lambda: set(self.submitter.adapters.numbers))
 
-    async def scale(self, data: int) -> ScaleReport:
+    async def scale(self, data: int, *, timeout: float | None = None) -> ScaleReport:
         """Let so many replicas take requests, see `LLM.scale`. Requests are served meanwhile."""
-        return await self._bind_loop().run_in_executor(None, scale_front, self.front, data)
+        return await self._bind_loop().run_in_executor(None, scale_front, self.front, data, timeout)
 
     async def on_engine(self, function: Callable[[], R]) -> R:
         """Call a function on the engine's thread between two steps, to use the engine's parts.

@@ -146,7 +146,7 @@ class LLM:
         return engine.rebalance_experts()
 
     @known_options
-    def scale(self, data: int) -> ScaleReport:
+    def scale(self, data: int, *, timeout: float | None = None) -> ScaleReport:
         """Let so many replicas take requests, while those that are unfinished go on.
 
         It returns once further replicas are built and take requests. Replicas above the number take no more, and end
@@ -154,14 +154,16 @@ class LLM:
 
         Args:
             data: as `parallel.data`.
+            timeout: seconds to wait for requests of replicas that share experts and are to end. None for no limit.
 
         Raises:
-            RequestError: if it is no positive number, or the engine began without replicas.
+            RequestError: if it is no positive number, the engine began without replicas, or the time is over. As many
+                replicas take requests as before then.
             ConfigError: if there are too few devices.
             RankError: if a replica has failed.
             SlotlineError: what a new replica raised while it was built. The others go on as before.
         """
-        return scale_front(self.front, data, self.front.step)
+        return scale_front(self.front, data, timeout, self.front.step)
 
     @known_options
     def save_weights(self, folder: str | Path) -> None:

@@ -102,14 +102,30 @@ def engine_of(front: Front) -> Engine:
     return front
 
 
-def scale_front(front: Front, data: int, pause: Callable[[], object] | None = None) -> ScaleReport:
+def scale_front(
+    front: Front, data: int, timeout: float | None = None, pause: Callable[[], object] | None = None
+) -> ScaleReport:
     """Let so many replicas take requests. See `ReplicaFront.scale`.
 
+    Args:
+        timeout: seconds to wait for requests of replicas that are to end, where it waits for them.
+        pause: is called while it waits. None to sleep for a short time.
+
     Raises:
-        RequestError: for an engine of this process.
+        RequestError: for an engine of this process, or after the timeout.
     """
+    begun = time.monotonic()
+
+    def wait() -> None:
+        if timeout is not None and time.monotonic() - begun > timeout:
+            raise RequestError(
+                f"the replicas that are to end have unfinished requests after {timeout:g} s",
+                fix="raise the timeout, or abort the requests",
+            )
+        (pause or partial(time.sleep, _PAUSE))()
+
     if isinstance(front, ReplicaFront):
-        return front.scale(data, pause or partial(time.sleep, _PAUSE))
+        return front.scale(data, wait)
     raise RequestError(
         "the engine runs in this process, and only replicas come and go", fix="begin with parallel.data = 2 or more"
     )

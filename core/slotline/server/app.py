@@ -39,7 +39,7 @@ from slotline.server.pooling import (
 from slotline.server.profile import start_profile, stop_profile
 from slotline.server.request_record import RequestRecord, begin_record, current_record
 from slotline.server.responses import create_response
-from slotline.server.scale import scale_replicas
+from slotline.server.scale import scale_elastic, scale_replicas
 from slotline.server.state import ServerState
 from slotline.server.tokens import detokenize, tokenize
 
@@ -107,6 +107,7 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/load_lora_adapter", load_adapter, admin=True),
         route("/v1/unload_lora_adapter", unload_adapter, admin=True),
         route("/v1/scale", scale_replicas, admin=True),
+        route("/scale_elastic_ep", scale_elastic, admin=True),
         route("/profile/start", start_profile, admin=True),
         route("/profile/stop", stop_profile, admin=True),
     ]

@@ -120,6 +120,7 @@ ENDPOINTS = {
     "/v1/load_lora_adapter": Endpoint("Load an adapter as a model.", models.LoadAdapterFields, models.ModelCard),
     "/v1/unload_lora_adapter": Endpoint("Unload an adapter.", models.UnloadAdapterFields, models.DeletedModel),
     "/v1/scale": Endpoint("Let so many replicas take requests.", scale.ScaleFields, scale.Scaled),
+    "/scale_elastic_ep": Endpoint("As /v1/scale.", scale.ScaleElasticFields, scale.ScaledElastic),
     "/profile/start": Endpoint(
         "Begin a profile of the engine's steps.",
         profile.StartProfileFields,
