@@ -118,6 +118,7 @@ def test_weights_are_those_of_the_placement(piece: int, monkeypatch: pytest.Monk
     assert [all(held) for held in over_threads(2, run)] == [True, True]
 
 
+@pytest.mark.behaviour(115)
 def test_experts_move_after_so_many_steps_and_stay_where_little_is_won() -> None:
     whole = Layers()
 

@@ -17,7 +17,7 @@ from slotline.planner.plan import make_plan
 from slotline.ranks.expert_balance import build_expert_balance
 from slotline.registry.errors import NegotiationError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(115, 129)]
 
 PROMPTS = ("def main(", "class Row:\n    def", "import os, sys\n", "for word in argv: print(word)")
 GREEDY = SamplingParams(temperature=0, max_tokens=10)

@@ -17,7 +17,7 @@ from tiny_engines import DEFAULTS
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import CapacityError, RankError, RequestError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(127)]
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = [", "# a comment\n"]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 

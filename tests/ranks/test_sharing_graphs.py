@@ -42,6 +42,7 @@ def agreed(*given: tuple[int, int]) -> GraphShape | None:
     return known.agreed([Pass(1, tokens, shape) for tokens, shape in given])
 
 
+@pytest.mark.behaviour(60)
 def test_all_take_the_smallest_shape_that_holds_the_steps_of_those_with_tokens() -> None:
     assert agreed((2, 3), (3, 1)) == GraphShape(4, 1)
     assert agreed((0, EAGER), (2, 3), (8, 0)) == GraphShape(8, 1)
@@ -64,6 +65,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Repl
         llm.close()
 
 
+@pytest.mark.behaviour(131, 134)
 @pytest.mark.slow
 def test_the_text_is_that_of_one_engine_and_idle_replicas_replay_too(shared: tuple[LLM, Replicas, Path]) -> None:
     llm, replicas, path = shared

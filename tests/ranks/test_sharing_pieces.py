@@ -21,7 +21,7 @@ from slotline.plugins.model_families.tensor_parallel.threads import Finished, Th
 from slotline.registry.errors import NegotiationError
 
 pytest.importorskip("greenlet")
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(17, 73, 91)]
 PROMPTS = [{"prompt_token_ids": [5 + (7 * i + j) % 300 for j in range(3 + 9 * i)]} for i in range(5)]
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True, repetition_penalty=1.2)

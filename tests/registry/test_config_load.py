@@ -206,7 +206,7 @@ def test_faults_of_different_layers_name_their_layer(load: Load) -> None:
         ("[schedular]\nasync = true", "'scheduler'"),
         ("[scheduler]\nasync_ = true", "'scheduler.async'"),
         ("[drafter]\ntoken = 1", "'drafter.tokens'"),
-        ("mode = 'full'", "'graphs.mode' or 'model'"),
+        ("mode = 'full'", "'compile.mode' or 'graphs.mode' or 'model'"),
         ("[cache]\nblock = 16", "'cache.block_size' or 'plugins.block'"),
     ],
 )
