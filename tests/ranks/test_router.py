@@ -99,3 +99,18 @@ def test_load_stays_balanced_within_a_margin_and_the_heaviest_request(requests: 
     for blocks, weight in requests:
         router.route(prompt(blocks), weight)
     assert max(router.loads) - min(router.loads) <= MARGIN + max(weight for _, weight in requests)
+
+
+def test_replicas_that_leave_get_nothing_and_new_ones_know_nothing() -> None:
+    router = Router(2, margin=MARGIN, remembered=100)
+    assert [router.route(prompt([one]), 10) for one in (1, 2)] == [0, 1]
+    router.choose_among(3)
+    assert router.route(prompt([3]), 10) == 2
+    router.choose_among(1)
+    assert [router.route(prompt([one]), 10) for one in (2, 3, 4)] == [0, 0, 0]
+    router.ended(2, 10)
+    router.remove_last()
+    router.choose_among(2)  # the second is taken back, and knows its prefix
+    assert router.route(prompt([2]), 1) == 1
+    router.choose_among(3)
+    assert router.loads == [40, 11, 0]
