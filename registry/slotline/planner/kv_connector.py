@@ -58,6 +58,9 @@ def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, p
     if not plan.prefix_caching and not plan.state_groups:
         origin = next((s.origin for s in plan.settings if s.key == "cache.prefix_caching"), "")
         texts.append(f"cache.prefix_caching is false ({origin}): what it holds comes back as cached prefixes")
+    pipeline = loaded.config.parallel.pipeline
+    if descriptor.capabilities.asynchronous.support and isinstance(pipeline, int) and pipeline > 1:
+        texts.append(f"parallel.pipeline = {pipeline}: a request that waits for its blocks would have its turn")
     if texts:
         raise _refusal(descriptor.name, texts)
 

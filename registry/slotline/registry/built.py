@@ -69,7 +69,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             optional={"commit": _declared("rollback"), "copy": _declared("checkpoints")},
         ),
         Kind.KV_SPEC: BuiltContract(protocol=contracts.KVSpec),
-        Kind.KV_CONNECTOR: BuiltContract(protocol=contracts.KVConnector),
+        Kind.KV_CONNECTOR: BuiltContract(
+            protocol=contracts.KVConnector,
+            further=((contracts.AsyncKVConnector, _declared("asynchronous")),),
+        ),
         Kind.DRAFTER: BuiltContract(
             protocol=contracts.Drafter,
             further=((contracts.Observer, _declared("needs_computed")),),

@@ -55,6 +55,7 @@ class Extensions:
     acquire: tuple[tuple[Callable[..., bool], Callable[[Request], None]], ...] = ()  # each with its `give_back`
     first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
     before_schedule: tuple[Callable[[Int], Sequence[tuple[int, Exception]]], ...] = ()
+    requeue: tuple[Callable[[], Sequence[Request]], ...] = ()
     limit_prefix: tuple[Callable[[Sequence[BlockHash]], int], ...] = ()
     begin_request: tuple[Callable[[Request, int], None], ...] = ()
     limit_prompt: tuple[Callable[[Request, int, int], int | None], ...] = ()
@@ -66,6 +67,7 @@ class Extensions:
     fill_block: tuple[Callable[[CacheBlock], None], ...] = ()
     block_evicted: tuple[Callable[[CacheBlock], None], ...] = ()
     blocks_filled: tuple[Callable[[int, Sequence[int], Sequence[BlockHash]], None], ...] = ()
+    held_blocks: tuple[Callable[[], Collection[int]], ...] = ()
     forget_prefixes: tuple[Callable[[], None], ...] = ()
     limit_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
     before_step: tuple[Callable[[SchedulerOutput], SchedulerOutput], ...] = ()

@@ -188,7 +188,7 @@ class KVCacheManager:
 
     def check(self, rows: RequestTable) -> None:
         """Raise IntegrityError unless tables, reference counts and rows agree."""
-        blocks: list[int] = []
+        blocks = [block for held in self.extensions.held_blocks for block in held()]
         for group in self.groups:
             unused = np.ones(len(group.blocks), bool)
             for row, own in enumerate(group.blocks):

@@ -82,6 +82,8 @@ class Scheduler:
         self._failed = []
         for prepare in self.extensions.before_schedule:
             self._failed += [(self.rows.request(row), error) for row, error in prepare(self._running_rows)]
+        for requeue in self.extensions.requeue:
+            self.recompute(requeue())
         rows, counts, preempted = self._schedule_running()
         admitted: list[Request] = []
         if self._waiting and not preempted:

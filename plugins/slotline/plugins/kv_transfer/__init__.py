@@ -9,6 +9,6 @@ descriptor = Descriptor(
     kind=Kind.EXTENSION,
     name="kv_transfer",
     capabilities=ExtensionCapabilities(order=70, needs_caches=True),
-    factory="slotline.plugins.kv_transfer.extension:KVTransfer",
+    factory="slotline.plugins.kv_transfer.arrivals:build_extension",
     summary="saves full or evicted blocks to a KV connector and loads those of prefixes from it",
 )

@@ -58,6 +58,21 @@ class Agreement:
         self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, found))
         return lost
 
+    def ended(self, own: Sequence[bool], failed: Sequence[bool]) -> tuple[Flags, Flags]:
+        """Return which loads have ended on all ranks, and which of those have failed on any, both [n] bool.
+
+        Args:
+            own: [n], those that have ended on this rank.
+            failed: [n], those of them that failed here.
+        """
+        found = self._of_all([*own, *failed])
+        ended: Flags = np.logical_and.reduce(found[:, : len(own)])
+        bad = found[:, len(own) :] & ended
+        lost: Flags = np.logical_or.reduce(bad)
+        counts = self.counts
+        self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, bad))
+        return ended, lost
+
     def count_loads(self, number: int) -> None:
         """Count loads that were started."""
         self.counts = self.counts._replace(loads=self.counts.loads + number)

@@ -11,7 +11,7 @@ from slotline.builder.parts import CacheMemory, Parts
 from slotline.planner.kv_connector import part_of
 from slotline.plugins.kv_transfer.agreement import Agreement
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
-from slotline.plugins.kv_transfer.transfers import Transfers
+from slotline.plugins.kv_transfer.transfers import AsyncTransfers, Transfers
 from slotline.registry.contracts import ConnectorGroup, KVConnectorContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
@@ -59,7 +59,8 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
     )
     connector = parts.build(descriptor, context, "give it less memory in its table")
     saves_evicted = descriptor.capabilities.saves == "evicted"
-    return Transfers(
+    kind = AsyncTransfers if descriptor.capabilities.asynchronous.support else Transfers
+    return kind(
         connector,
         saves_evicted,
         planned.registry.full_name(descriptor),

@@ -105,7 +105,11 @@ class KVTransfer:
 
         Return the rows that hold any, with the number of tokens before the first of them.
         """
-        dropped, found = set(self._pool.drop(lost)), dict[int, int]()
+        return self._tokens_before(set(self._pool.drop(lost)))
+
+    def _tokens_before(self, dropped: Collection[int]) -> dict[int, int]:
+        """Return the rows that hold any of the blocks, with the number of tokens before the first of them."""
+        found = dict[int, int]()
         for group in self._groups if dropped else ():
             for row, blocks in enumerate(group.blocks):
                 index = next((i for i, block in enumerate(blocks) if block in dropped), None)

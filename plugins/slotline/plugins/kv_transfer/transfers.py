@@ -9,13 +9,14 @@ All ranks call the methods alike, with the same blocks. Where they could differ 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 from attrs import define, field
 
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.plugins.kv_transfer.agreement import Agreement
-from slotline.registry.contracts import BlockHash, CacheBlock, KVConnector
+from slotline.registry.contracts import AsyncKVConnector, BlockHash, CacheBlock, KVConnector
 
 logger = logging.getLogger("slotline")
 
@@ -144,3 +145,63 @@ class Transfers:
     def _here(self, blocks: Sequence[CacheBlock]) -> list[CacheBlock]:
         """Return a new list of the blocks that have a part here."""
         return [one for one in blocks if one.group not in self.elsewhere]
+
+
+@define(eq=False)
+class AsyncTransfers(Transfers):
+    """Queue of transfers of a connector whose loads end in later steps."""
+
+    _arrived: set[int] = field(factory=set, init=False)
+
+    @property
+    def _connector(self) -> AsyncKVConnector:
+        return cast("AsyncKVConnector", self.connector)
+
+    @property
+    def coming(self) -> Mapping[int, CacheBlock]:
+        """Return the loads that are not known to have ended, by block."""
+        return self._unsure
+
+    def poll(self) -> tuple[list[CacheBlock], list[CacheBlock]]:
+        """Return the loads that have ended on all ranks since the last call, and those of them that have failed."""
+        try:
+            self._arrived |= set(self._connector.arrived())
+            self._failed |= set(self.connector.failed())
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot say what has arrived", self.name)
+            self._discard()
+            self._failed |= self._unsure.keys()
+        done = [
+            b in self._arrived or b in self._failed or one.group in self.elsewhere for b, one in self._unsure.items()
+        ]
+        ended, failed = self.agreement.ended(done, [block in self._failed for block in self._unsure])
+        all_of = list(self._unsure.values())
+        over = [one for one, flag in zip(all_of, ended, strict=True) if flag]
+        for one in over:
+            del self._unsure[one.block]
+        self._arrived &= self._unsure.keys()
+        self._failed &= self._unsure.keys()
+        return over, [one for one, flag in zip(all_of, failed, strict=True) if flag]
+
+    def finish(self) -> None:
+        """Wait until no load is under way."""
+        try:
+            self._connector.finish()
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot finish its loads", self.name)
+            self._failed |= self._unsure.keys()
+
+    def give_up(self) -> list[CacheBlock]:
+        """Wait for all loads and forget them. Return them."""
+        self._discard()
+        self._arrived.clear()
+        return super().give_up()
+
+    def _discard(self) -> None:
+        """Wait until no load is under way, and have the connector forget which have ended."""
+        self.finish()
+        for ended in (self._connector.arrived, self._connector.failed):
+            try:
+                ended()
+            except Exception:  # a plugin's code may raise anything
+                logger.exception("%s cannot say what has ended", self.name)

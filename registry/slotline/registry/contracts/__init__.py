@@ -68,6 +68,7 @@ from slotline.registry.contracts.extension import (
     StepExtension,
 )
 from slotline.registry.contracts.kv_connector import (
+    AsyncKVConnector,
     BlockCopy,
     CacheBlock,
     ConnectorGroup,
@@ -172,6 +173,7 @@ __all__ = [
     "TOKEN_TASKS",
     "TOOL_CHOICES",
     "AdaptableModel",
+    "AsyncKVConnector",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionCapabilities",

@@ -92,6 +92,7 @@ FEATURE_METHODS = (
     "give_back",
     "first_waiting",
     "before_schedule",
+    "requeue",
     "limit_prefix",
     "limit_prompt",
     "begin_request",
@@ -101,6 +102,7 @@ FEATURE_METHODS = (
     "fill_block",
     "block_evicted",
     "blocks_filled",
+    "held_blocks",
     "forget_prefixes",
     "step_variants",
     "captured_variants",
@@ -389,6 +391,13 @@ class FeatureExtension(StepExtension, Protocol):
         """
         ...
 
+    def requeue(self) -> Sequence[Any]:
+        """Return running requests that must be computed again though no step has failed.
+
+        Called while a step is scheduled, before anything is chosen. They are queued again, as if preempted.
+        """
+        ...
+
     def limit_prefix(self, hashes: Sequence[bytes]) -> int:
         """Return the longest of some prefixes after which a request can resume, 0 for none.
 
@@ -451,6 +460,10 @@ class FeatureExtension(StepExtension, Protocol):
 
     def blocks_filled(self, group: int, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """Note blocks of a cache group that became full, with the hashes by which they are found from now on."""
+        ...
+
+    def held_blocks(self) -> Collection[int]:
+        """Return the blocks of the pool that the extension holds a reference of. Read by the integrity checker."""
         ...
 
     def forget_prefixes(self) -> None:

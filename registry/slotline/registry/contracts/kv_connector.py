@@ -12,6 +12,11 @@ that copies whole blocks between them and host memory. From then on:
   whose load failed are recomputed from the last good block, without asking a connector again. No request is lost, and
   results computed from the bad block are discarded.
 
+The loads of an `asynchronous` connector take their own time. `start` begins them, also in steps without tokens. Their
+request has its row and its blocks, and waits without tokens while others run. Before each step `arrived` and `failed`
+say which loads have ended. The request runs once all of its loads have. If one has failed, the request is computed from
+the last good block. Blocks stay reserved until their load has ended, even if the request was aborted meanwhile.
+
 An exception in a connector costs its hits, never a request. A block's hash covers its tokens, all tokens before them,
 the salt and the adapter, but not the model. A store that outlives an engine or serves several engines must separate
 models itself.
@@ -30,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from attrs import frozen
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, KVCache
 from slotline.registry.contracts.kv_spec import BlockHash
 from slotline.registry.declared import declared
@@ -48,11 +53,13 @@ class KVConnectorCapabilities:
         kv_kinds: cache kinds whose blocks it can hold, e.g. ``full``. Any kind if it only copies bytes.
         saves: the time at which blocks are passed to `KVConnector.start`: ``filled`` once a block's last token is
             computed, or ``evicted`` when the pool is about to reuse the block.
+        asynchronous: whether loads end in later steps, see `AsyncKVConnector`.
     """
 
     devices: Set[str]
     kv_kinds: Set[str] = Set(None)
     saves: Literal["filled", "evicted"] = "filled"
+    asynchronous: Flag = Flag(False)
 
 
 class CacheBlock(NamedTuple):
@@ -179,4 +186,22 @@ class KVConnector(Protocol):
 
     def reset(self) -> None:
         """Forget every block, because the weights have changed."""
+        ...
+
+
+class AsyncKVConnector(KVConnector, Protocol):
+    """Further methods of a connector whose loads end in later steps.
+
+    `wait` waits for saves alone.
+    """
+
+    def arrived(self) -> Collection[int]:
+        """Return the blocks of the pool whose load has ended well since the last call.
+
+        Forward passes that are launched from now on read the loaded data.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until no load is under way any more. `arrived` and `failed` tell of them afterwards."""
         ...

@@ -1,0 +1,155 @@
+"""Extension of a plan whose KV connector loads while steps run: requests wait for their blocks, and others go on.
+
+A request that waits is admitted: it has its row and its blocks, and gets no tokens. Blocks can be found as soon as they
+are to be loaded, so that a request with the same prefix shares them, and waits for them too. The pool does not reuse
+them before their load has ended, since the extension holds a reference of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.builder.parts import Parts
+from slotline.core.batch.request import Request
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.kv_cache.block_hashes import hash_sizes
+from slotline.plugins.kv_transfer.extension import KVTransfer
+from slotline.plugins.kv_transfer.transfers import AsyncTransfers
+from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
+
+Int = npt.NDArray[np.int64]
+IDLE_SECONDS = 0.0005
+"""Pause of a step that has nothing to do but to ask what has arrived."""
+
+
+def build_extension(context: ExtensionContext) -> KVTransfer:
+    """Build the extension for a plan's connector."""
+    parts: Parts = context.parts
+    assert parts.planned.connector is not None
+    asynchronous = parts.planned.connector.capabilities.asynchronous.support
+    return AsyncKVTransfer(context) if asynchronous else KVTransfer(context)
+
+
+class AsyncKVTransfer(KVTransfer):
+    """Starts transfers, and keeps requests without tokens until their blocks have arrived."""
+
+    transfers: AsyncTransfers
+
+    def __init__(self, context: ExtensionContext) -> None:
+        super().__init__(context)
+        self._hash_size = hash_sizes(self._groups, 1)[0]
+        self._asked: Request | None = None  # whose prefix was looked up last
+        self._found: set[tuple[int, BlockHash]] = set()  # for it
+        self._waiting: dict[int, set[int]] = {}  # by row, the blocks that are still to come
+        self._lost: dict[int, int] = {}  # by row, the good tokens before a block whose load has failed
+        self._under_way = 0  # launched steps whose results are not used yet
+
+    def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+        """Return those of `hashes` whose block can be loaded for a request."""
+        found = super().find_blocks(request, group, hashes)
+        if request is not self._asked:
+            self._asked, self._found = request, set()
+        self._found |= {(group, one) for one in found}
+        return found
+
+    def limit_prompt(self, request: Request, computed: int, count: int) -> int:
+        """Admit a request without tokens if its prefix has blocks that are still to come."""
+        return 0 if self._must_wait(request, computed) else count
+
+    def fill_block(self, block: CacheBlock) -> None:
+        """Load a block, and hold it until its load has ended."""
+        super().fill_block(block)
+        self._pool.share([block.block])
+
+    def begin_request(self, request: Request, computed: int) -> None:
+        """Note the blocks that an admitted request waits for."""
+        coming = self.transfers.coming
+        own = (
+            {block for group in self._groups for block in group.blocks[request.row] if block in coming}
+            if coming
+            else ()
+        )
+        if own:
+            self._waiting[request.row] = set(own)
+
+    def limit_tokens(self, rows: Int, counts: Int) -> Int:
+        """Leave requests that wait without tokens."""
+        return np.where(np.isin(rows, list(self._waiting)), 0, counts) if self._waiting else counts
+
+    def requeue(self) -> list[Request]:
+        """Ask what has arrived. Return the requests that have a block whose load failed."""
+        self._settle()
+        lost, self._lost = self._lost, {}
+        return [self._without_blocks(row, good) for row, good in lost.items()]
+
+    def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
+        """Start transfers, also if no request has tokens in this step."""
+        with self._scope("transfer"):
+            self.transfers.start()
+        if not scheduled.num_tokens and not self._under_way and self.transfers.coming:
+            time.sleep(IDLE_SECONDS)
+        return scheduled
+
+    def launched(self, scheduled: SchedulerOutput) -> None:
+        """Count a launched step."""
+        self._under_way += 1
+
+    def recompute(self) -> list[Request]:
+        """Return nothing: no step has read a block whose load has not ended."""
+        self._under_way = max(self._under_way - 1, 0)
+        return []
+
+    def unschedule(self, request: Request) -> None:
+        """Forget what a request waited for. Its blocks stay held until their load has ended."""
+        self._waiting.pop(request.row, None)
+        self._lost.pop(request.row, None)
+
+    def held_blocks(self) -> Collection[int]:
+        """Return the blocks that are still to come."""
+        return self.transfers.coming.keys()
+
+    def restore(self, requests: Sequence[Request]) -> None:
+        """Wait for all loads and forget them."""
+        self._waiting.clear()
+        self._lost.clear()
+        self._under_way = 0
+        super().restore(requests)
+
+    def forget_prefixes(self) -> None:
+        """Wait for all loads, and forget all blocks, here and in the connector."""
+        self.transfers.finish()
+        self._settle()
+        super().forget_prefixes()
+
+    def _must_wait(self, request: Request, computed: int) -> bool:
+        """Return whether blocks of the first `computed` tokens are still to come, or may be to be loaded."""
+        coming, found = self.transfers.coming, self._found if request is self._asked else set[tuple[int, BlockHash]]()
+        if not coming and not found:
+            return False
+        for group in self._groups:
+            step = group.block_size // self._hash_size
+            for one in request.block_hashes[step - 1 : computed // self._hash_size : step]:
+                block = self._pool.lookup(group.index, one)
+                if (group.index, one) in found if block is None else block in coming:
+                    return True
+        return False
+
+    def _settle(self) -> None:
+        """Give up the blocks whose load has ended, and note the requests that lost any."""
+        if not self.transfers.coming:
+            return
+        ended, lost = self.transfers.poll()
+        if not ended:
+            return
+        self._pool.drop(lost)
+        self._lost |= self._tokens_before({one.block for one in lost})
+        blocks = [one.block for one in ended]
+        self._pool.release(blocks)
+        for row, left in list(self._waiting.items()):
+            left.difference_update(blocks)
+            if not left:
+                del self._waiting[row]
