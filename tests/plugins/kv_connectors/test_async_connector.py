@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,14 @@ def want(tiny: Tiny) -> list[list[int]]:
     return tokens_of(LLM(tiny("llama"), **SMALL), MIXED, SHORT)
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("mode", MODES)
+ALWAYS = {("asynchronous", "some"), ("drafted", "never")}
+CASES = [
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.exhaustive, id="-".join(case))
+    for case in product(MODES, WAYS)
+]
+
+
+@pytest.mark.parametrize(("mode", "how"), CASES)
 def test_texts_are_those_without_a_connector(
     mode: str, how: str, slow: Callable[..., LLM], want: list[list[int]]
 ) -> None:
@@ -164,8 +171,10 @@ def test_an_exception_of_a_step_waits_for_what_is_under_way(slow: Callable[..., 
     settled(llm)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("gemma3", marks=pytest.mark.slow), pytest.param("deepseek_v2", marks=pytest.mark.exhaustive)],
+)
 def test_groups_with_windows_and_latents_arrive_too(family: str, tiny: Tiny) -> None:
     layers = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
     path = tiny(family, **(layers if family == "gemma3" else {}))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
+
+from slotline.registry.contracts import AsyncKVConnector
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.kv_connector import NUM_BLOCKS, Pool
 
 
@@ -17,7 +22,7 @@ def blocks_both(run: Run) -> None:
     save, load = pool.block(0, "new", 9), pool.wanted(0, "old", 9)
     pool.connector.start([save], [load])
     pool.connector.wait()
-    pool.connector.failed()
+    pool.ended([load])
     if pool.held(0, ["new"])[0] and pool.step((), [pool.wanted(0, "new", 11)]):
         raise Failed("what was saved beside a load failed to load, and was held")
 
@@ -80,3 +85,24 @@ def reset_forgets(run: Run) -> None:
         raise Failed("nothing is held of what was saved after a reset")
     if failed := pool.step((), [pool.wanted(0, names[i], 40 + i) for i in there]):
         raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.loads.finish", Level.HOSTILE, cost=0.02)
+def loads_finish(run: Run) -> None:
+    """After `finish` no load of an asynchronous connector is under way, and each is said once to have ended."""
+    pool = Pool(run)
+    if not pool.asynchronous:
+        raise NotApplicable("its loads end in the step that they are started for")
+    connector = cast("AsyncKVConnector", pool.connector)
+    pool.step([pool.block(0, f"{i}", 3 + i) for i in range(4)], ())
+    loads = [pool.wanted(0, f"{i}", 40 + i) for i in range(4) if pool.held(0, [f"{i}"])[0]]
+    connector.start((), loads)
+    connector.finish()
+    before = pool.bytes[0].clone()
+    ended = set(connector.arrived()) | set(connector.failed())
+    if missing := {one.block for one in loads} - ended:
+        raise Failed(f"the loads into {sorted(missing)} were not finished")
+    if not torch.equal(before, pool.bytes[0]):
+        raise Failed("blocks were written after `finish`")
+    if again := set(connector.arrived()) | set(connector.failed()):
+        raise Failed(f"blocks {sorted(again)} are said to have ended once more")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from random import Random
+from typing import cast
 
 import torch
 
 from slotline.registry.contracts import (
+    AsyncKVConnector,
     AttentionLayer,
     BlockHash,
     CacheBlock,
@@ -20,6 +23,8 @@ from slotline.testing.check import Failed, Run
 
 NUM_BLOCKS = 80
 TOKENS = 4
+PATIENCE = 10.0
+"""Seconds in which loads must end."""
 LAYERS = ((0, 16), (0, 8), (1, 16))
 """Of each layer, its group and head size: two groups whose blocks have 768 and 512 bytes."""
 
@@ -80,6 +85,7 @@ class Pool:
             part=part,
         )
         self.connector: KVConnector = run.subject.build(self.context)
+        self.asynchronous = bool(run.subject.capabilities.asynchronous.support)
 
     def block(self, group: int, name: str, block: int) -> CacheBlock:
         """Return a block of the pool with the content of the hash of `name`."""
@@ -113,10 +119,11 @@ class Pool:
         before = [memory.clone() for memory in self.bytes]
         self.connector.start(saves, loads)
         self.connector.wait()
+        failed = self.ended(loads) if self.asynchronous else set[int]()
         seen = [memory.clone() for memory in self.bytes]
         for one in saves:  # the pool reuses them
             self.bytes[one.group][one.block] = self._random(1, self.groups[one.group].block_bytes)[0]
-        failed = set(self.connector.failed())
+        failed |= set(self.connector.failed())
         if strange := failed - {one.block for one in loads}:
             raise Failed(f"blocks {sorted(strange)} are said to have failed, and were not to be loaded")
         for group, (old, new) in enumerate(zip(before, seen, strict=True)):
@@ -130,6 +137,30 @@ class Pool:
                     f"block {one.block} of group {one.group} was loaded for {one.block_hash!r}, holds something else "
                     "when the forward pass reads it, and is not said to have failed"
                 )
+        return failed
+
+    def ended(self, loads: Sequence[CacheBlock]) -> set[int]:
+        """Wait until loads have ended that take their own time. Return the blocks of those that failed.
+
+        Raises:
+            Failed: if a block is said to have arrived that has wrong content, or a load does not end.
+        """
+        if not self.asynchronous:
+            return set(self.connector.failed())
+        connector = cast("AsyncKVConnector", self.connector)
+        left, failed, latest = {one.block: one for one in loads}, set[int](), time.monotonic() + PATIENCE
+        while left:
+            arrived = set(connector.arrived())
+            failed |= set(connector.failed())
+            if strange := arrived - left.keys():
+                raise Failed(f"blocks {sorted(strange)} are said to have arrived, and were not under way")
+            for one in map(left.__getitem__, arrived):
+                content = self.bytes[one.group][one.block]
+                if not torch.equal(content, self.known.get((one.group, one.block_hash), content[:0])):
+                    raise Failed(f"block {one.block} is said to have arrived, and holds something else")
+            left = {block: one for block, one in left.items() if block not in arrived | failed}
+            if left and time.monotonic() > latest:
+                raise Failed(f"the loads into {sorted(left)} have not ended after {PATIENCE:g} s")
         return failed
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContex
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
-from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, Key
+from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, Key, LaterBlocks
 
 
 class ByHashAlone(FewBlocks):
@@ -165,10 +165,21 @@ class SharedByAllRanks(FewBlocks):
         self.shared.update(self.rows)
 
 
+class ArrivesEarly(LaterBlocks):
+    def arrived(self) -> Collection[int]:
+        self.here |= {one.block for one in self.coming[-1]}
+        return super().arrived()
+
+
+class LeavesTheLast(LaterBlocks):
+    def finish(self) -> None:
+        self.end(self.coming[0])
+        self.coming[0] = []
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
-    changed = attrs.evolve(
-        reference.descriptor, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory
-    )
+    right = reference.later if issubclass(factory, LaterBlocks) else reference.descriptor
+    changed = attrs.evolve(right, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
     return Mutant(name, summary, level, changed)
 
 
@@ -183,6 +194,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("loads-later", "loads when the step is done", Level.NUMERICS, LoadsLater),
     _mutant("clears-saved", "clears what it saved", Level.NUMERICS, ClearsWhatItSaved),
     _mutant("shared-by-ranks", "one rank's heads are found by another", Level.NUMERICS, SharedByAllRanks),
+    _mutant("arrives-early", "says that a block has arrived before it has", Level.NUMERICS, ArrivesEarly),
+    _mutant("leaves-the-last", "finishes with loads under way", Level.HOSTILE, LeavesTheLast),
     _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
     _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
     _mutant("silent-failures", "does not say that a load failed", Level.HOSTILE, SilentFailures),
@@ -197,4 +210,5 @@ MUTANTS: tuple[Mutant, ...] = (
 CORRECT: tuple[Correct, ...] = (
     Correct("the least recently used of a few blocks makes room", reference.descriptor),
     Correct("the first few blocks stay, copied together", reference.one_copy),
+    Correct("loads that end later", reference.later),
 )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -90,6 +90,37 @@ class OneCopyForAll(FewBlocks):
             self.rows.update({self.key(group, one.block_hash): row for one, row in zip(mine, rows, strict=True)})
 
 
+class LaterBlocks(FewBlocks):
+    """Asynchronous connector whose loads end when it is asked for the second time."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.coming: list[list[CacheBlock]] = [[], []]  # those that end at the next call first
+        self.here: set[int] = set()
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self.save(saves, {self.key(one.group, one.block_hash) for one in loads})
+        self.coming[-1] += loads
+
+    def arrived(self) -> Collection[int]:
+        """Return the blocks whose load has ended well."""
+        self.end(self.coming.pop(0))
+        self.coming.append([])
+        here, self.here = self.here, set()
+        return here
+
+    def finish(self) -> None:
+        """End all loads."""
+        for loads in self.coming:
+            self.end(loads)
+        self.coming = [[], []]
+
+    def end(self, loads: Sequence[CacheBlock]) -> None:
+        """End loads."""
+        self.load(loads)
+        self.here |= {one.block for one in loads} - self.missing
+
+
 descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="few_blocks",
@@ -104,4 +135,12 @@ one_copy = Descriptor(
     capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda"))),
     factory=OneCopyForAll,
     summary="keeps the first few blocks that are full, copied together",
+)
+
+later = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="later_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted", asynchronous=Flag(True)),
+    factory=LaterBlocks,
+    summary="keeps a few blocks in host memory, and loads them later",
 )
