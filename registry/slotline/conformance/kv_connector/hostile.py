@@ -92,7 +92,7 @@ def loads_finish(run: Run) -> None:
     """After `finish` no load of an asynchronous connector is under way, and each is said once to have ended."""
     pool = Pool(run)
     if not pool.asynchronous:
-        raise NotApplicable("its loads end in the step that they are started for")
+        raise NotApplicable("loads end in the step that they are started for: asynchronous is not declared")
     connector = cast("AsyncKVConnector", pool.connector)
     pool.step([pool.block(0, f"{i}", 3 + i) for i in range(4)], ())
     loads = [pool.wanted(0, f"{i}", 40 + i) for i in range(4) if pool.held(0, [f"{i}"])[0]]
