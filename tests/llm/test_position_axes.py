@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_grids
+import tiny_vision
 import torch
 from cli_cases import pretend_project_installed
 from engine_driver import GREEDY, recorded, recorded_items
 from repository import SUPPORT, TESTS
 from thread_ranks import ThreadRanks
 from tiny_engines import DEFAULTS
-from tiny_grids import IMAGE, greedy_reference, image
+from tiny_grids import IMAGE, VIDEO, greedy_reference, image, video
+from transformers.utils import is_torchvision_available
 
 from slotline.core import LLM
 from slotline.registry.errors import NegotiationError, RequestError
@@ -203,6 +206,77 @@ def test_ranks_give_transformers_tokens(name: str, divided: bool, tiny_grid: Gri
     ranks.close()
 
 
+@pytest.mark.slow
+def test_stages_of_ranks_give_transformers_tokens(tiny_grid: Grid) -> None:
+    path = tiny_grid()
+    ranks = ThreadRanks(path, tensor=1, pipeline=2, **DEFAULTS)
+    assert ranks.same(lambda llm: tokens(generate(llm, PROMPTS))) == expected(path, PROMPTS)
+    ranks.close()
+    with pytest.raises(NegotiationError, match="adds embeddings of items behind layers"):
+        ThreadRanks(tiny_grid("qwen3_vl"), tensor=1, pipeline=2, **DEFAULTS)
+
+
+VIDEOS: Sequence[tuple[str, Sequence[int], Sequence[int]]] = [
+    (f"a {VIDEO} b", [], [0]),
+    (f"a {VIDEO} b {IMAGE} and {VIDEO}", [1], [1, 0]),
+    (f"{IMAGE}{VIDEO}", [0], [2]),
+    ("import os, sys, json", [], []),
+]
+
+
+@pytest.mark.parametrize("name", tiny_grids.VIDEOS)
+@pytest.mark.behaviour(65)
+def test_videos_beside_images_give_transformers_tokens(name: str, tiny_grid: Grid, engines: Engines) -> None:
+    path = tiny_grid(name)
+    llm = engines(path, block_size=4, **{"scheduler.max_batched_tokens": 13, "max_model_len": 96})
+    prompts = [
+        {"prompt": text, "multi_modal_data": {"image": [image(i) for i in images], "video": [video(i) for i in videos]}}
+        for text, images, videos in VIDEOS
+    ]
+    wanted = [greedy_reference(path, text, images, 20, videos) for text, images, videos in VIDEOS]
+    for _ in range(2):  # the second time from cached blocks
+        assert tokens(llm.generate(prompts, GREEDY, progress=False)) == wanted
+
+
+def test_the_text_depends_on_the_times_of_a_video(tiny_grid: Grid, engines: Engines) -> None:
+    llm = engines(tiny_grid("qwen2_5_vl"), max_model_len=96)
+    prompts = [
+        {"prompt": f"a {VIDEO} b", "multi_modal_data": {"video": {**video(1), "fps": fps}}} for fps in (0.1, 2.0, 2.0)
+    ]
+    slow, fast, again = tokens(llm.generate(prompts, GREEDY, progress=False))
+    assert slow != fast
+    assert fast == again
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("cat.mp4", "is no video"),
+        ({**video(0), "fps": 0}, "inf seconds|cannot be read"),
+        ({"pixel_values_videos": video(0)["pixel_values_videos"], "video_grid_thw": [[2, 4, 6]]}, "has no fps"),
+        ({**video(0), "video_grid_thw": [[2, 4, 8]]}, "do not fit video_grid_thw"),
+        ({**video(0), "video_grid_thw": [[2, 3, 8]]}, "do not fit video_grid_thw"),
+        ({"pixel_values_videos": torch.zeros(1), "fps": 1}, "cannot be read"),
+    ],
+)
+def test_what_is_no_video_is_refused(item: Any, message: str, tiny_grid: Grid, engines: Engines) -> None:
+    llm = engines(tiny_grid("qwen2_5_vl"), max_model_len=96)
+    with pytest.raises(RequestError, match=message):
+        llm.generate({"prompt": VIDEO, "multi_modal_data": {"video": item}}, GREEDY, progress=False)
+
+
+def test_frames_go_through_the_video_processor(tiny_grid: Grid, engines: Engines) -> None:
+    llm = engines(tiny_grid("qwen2_5_vl"), max_model_len=96)
+    frames = [np.asarray(tiny_vision.image(i, 16, 24)) for i in range(3)]
+    asked = {"prompt": VIDEO, "multi_modal_data": {"video": {"frames": frames, "fps": 2}}}
+    if not is_torchvision_available():
+        with pytest.raises(RequestError, match="need torchvision"):
+            llm.generate(asked, GREEDY, progress=False)
+        return
+    (output,) = llm.generate(asked, GREEDY, progress=False)
+    assert output.prompt_token_ids.count(llm.engine.extension("multimodal").reader.placeholders["video"]) == 2 * 2 * 3
+
+
 def test_captured_steps_read_offsets_at_one_address(
     tiny_grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +305,7 @@ def test_images_without_a_token_between_them_are_refused(tiny_grid: Grid, engine
         generate(llm, [("a <|image_pad|><|image_pad|> b", [0, 1])])
     assert "vision_start" in str(caught.value.fix)
     with pytest.raises(RequestError, match="multi_modal_data has video; this model takes image"):
-        llm.generate({"prompt": "<|video_pad|>", "multi_modal_data": {"video": []}}, GREEDY)
+        engines(tiny_grid("qwen3_vl")).generate({"prompt": VIDEO, "multi_modal_data": {"video": video(0)}}, GREEDY)
 
 
 def test_microbatches_are_refused(tiny_grid: Grid, engines: Engines) -> None:

@@ -11,9 +11,12 @@ import tiny_models
 import tiny_vision
 import torch
 import transformers
+from transformers.utils import is_torchvision_available
 
 VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VIDEOS = VARIANTS[:2]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _SIZES = {name: value for name, value in tiny_models._SIZES.items() if name != "head_dim"} | {"vocab_size": 392}
 _PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2}
@@ -25,6 +28,14 @@ SHAPES: tuple[tuple[int, int], ...] = ((16, 24), (24, 16), (32, 16), (16, 16))
 def image(seed: int) -> Any:
     """A PIL image of noise, of a size that depends on the seed."""
     return tiny_vision.image(seed, *SHAPES[seed % len(SHAPES)])
+
+
+def video(seed: int) -> dict[str, Any]:
+    """A video of noise, as a video processor gives it, with a number of frames that depends on the seed."""
+    grid = torch.tensor([[2 + seed % 2, 4, 6]])
+    width = 3 * _PATCHES["temporal_patch_size"] * _PATCHES["patch_size"] ** 2
+    patches = torch.randn((int(grid.prod()), width), generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values_videos": patches, "video_grid_thw": grid, "fps": 0.5 + seed}
 
 
 def build(name: str, path: Path) -> Path:
@@ -47,7 +58,10 @@ def build(name: str, path: Path) -> Path:
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
     kind = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
-    kind(patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=32 * 32).save_pretrained(path)
+    settings = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 32 * 32}
+    kind(**settings).save_pretrained(path)
+    if is_torchvision_available():
+        transformers.Qwen2VLVideoProcessor(**settings).save_pretrained(path)
     return path
 
 
@@ -89,18 +103,25 @@ def _oracle(path: Path) -> tuple[Any, Any, Any]:
 
 
 @cache
-def _answer(path: Path, text: str, seeds: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     model, tokenizer, processor = _oracle(path)
-    token, given = model.config.image_token_id, dict[str, Any]()
+    given = dict[str, Any]()
+    if seeds:
+        given |= processor(images=[image(seed) for seed in seeds], return_tensors="pt")
+    if videos:
+        shown = [video(seed) for seed in videos]
+        given |= {name: torch.cat([one[name] for one in shown]) for name in ("pixel_values_videos", "video_grid_thw")}
+        if "qwen2_5" in model.config.model_type:
+            given["second_per_grid_ts"] = [2 / one["fps"] for one in shown]
     ids: list[int] = tokenizer(text)["input_ids"]
-    if seeds:
-        found = processor(images=[image(seed) for seed in seeds], return_tensors="pt")
-        counts = iter((found["image_grid_thw"].prod(-1) // 4).tolist())
+    kinds = {model.config.image_token_id: "image_grid_thw", model.config.video_token_id: "video_grid_thw"}
+    for token, name in kinds.items():
+        counts = iter((given[name].prod(-1) // 4).tolist() if name in given else [])
         ids = [one for i in ids for one in [i] * (next(counts) if i == token else 1)]
-        given = {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
     tokens = torch.tensor([ids])
-    if seeds:
-        given["mm_token_type_ids"] = (tokens == token).int()
+    if given:
+        image_token, video_token = kinds
+        given["mm_token_type_ids"] = (tokens == image_token).int() + 2 * (tokens == video_token).int()
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         out = model.generate(
@@ -109,6 +130,8 @@ def _answer(path: Path, text: str, seeds: tuple[int, ...], max_tokens: int) -> t
     return tuple(out[0, len(ids) :].tolist())
 
 
-def greedy_reference(path: Path, text: str, seeds: Sequence[int], max_tokens: int) -> list[int]:
-    """The tokens that transformers' greedy generation adds to a text with the images of these seeds."""
-    return list(_answer(path, text, tuple(seeds), max_tokens))
+def greedy_reference(
+    path: Path, text: str, seeds: Sequence[int], max_tokens: int, videos: Sequence[int] = ()
+) -> list[int]:
+    """The tokens that transformers' greedy generation adds to a text with the images and videos of these seeds."""
+    return list(_answer(path, text, tuple(seeds), tuple(videos), max_tokens))

@@ -69,6 +69,8 @@ def refuse_beside_stages(
     config, texts = loaded.config, list[str]()
     if facts.parts is not None and not facts.parts.chained:
         texts.append(f"layers of {facts.architecture} read more of the tokens than hidden states")
+    if facts.layer_embeds:
+        texts.append(f"{facts.architecture} adds embeddings of items behind layers, and the first rank has them")
     if facts.modalities and drafter is not None and drafter.capabilities.needs_computed:
         texts.append(f"drafter {drafter.name!r} reads embeddings of items, which the first rank has")
     if any(layer.attention_type != "decoder" for layer in facts.layers):

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
+from slotline.plugins.model_families.grid_videos import SECONDS
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.registry.contracts.model_family import Modality
 from slotline.registry.errors import RequestError
@@ -48,26 +50,52 @@ class GridProcessing(ImageProcessing):
         return [self._modality.placeholder_token_id] * (int(found[GRID].prod()) // self._merged), found
 
 
+def bare(model: Any) -> Any:
+    """Return a transformers model of the same class and configuration without modules, for its rules."""
+    found = object.__new__(type(model))
+    nn.Module.__init__(found)
+    found.config = model.config
+    return found
+
+
 def grid_positions(
-    encoder: Any, image_token: int, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]
+    rule: Any,
+    placeholders: Mapping[str, int],
+    token_ids: Sequence[int],
+    items: Sequence[tuple[str, Mapping[str, torch.Tensor]]],
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Return the positions of a prompt's tokens, see `MultimodalModel.axis_positions`.
 
+    Tokens after the prompt go on behind its last token, as in transformers' `generate`. The `rope_deltas` of
+    transformers go on behind the highest position, which differs after a video whose times exceed the positions of the
+    text behind it.
+
     Args:
-        encoder: the transformers model, which has the rule.
-        image_token: the placeholder token of images.
+        rule: the transformers model that has the rule. Its modules are not read.
+        placeholders: the placeholder token of each modality.
 
     Raises:
-        RequestError: if no token is between two images, since the rule takes them for one.
+        RequestError: if no token is between two images or two videos, since the rule takes them for one.
     """
     tokens = torch.tensor([token_ids], dtype=torch.int64)  # [1, n]
-    shows = (tokens == image_token).int()
-    runs = int(shows[0, 0]) + int((shows.diff() > 0).sum())
-    if runs != len(items):
+    types = torch.zeros_like(tokens, dtype=torch.int32)  # as transformers counts them: 1 for images, 2 for videos
+    inputs: dict[str, Any] = {}
+    for number, (modality, token) in enumerate(placeholders.items(), 1):
+        shown, given = tokens == token, [of for name, of in items if name == modality]
+        _refuse_neighbours(modality, shown[0], len(given))
+        types[shown] = number
+        for name in (f"{modality}_grid_thw", SECONDS):
+            if found := [of[name] for of in given if name in of]:
+                inputs[name] = torch.cat(found)
+    positions = rule.get_rope_index(tokens, mm_token_type_ids=types, **inputs)[0][:, 0]  # [3, n]
+    return positions.numpy().astype(np.int64), int(positions[:, -1].max()) + 1 - len(token_ids)
+
+
+def _refuse_neighbours(modality: str, shown: torch.Tensor, count: int) -> None:
+    """Refuse a prompt whose tokens `shown` [n] bool are in fewer places than the `count` items of a modality."""
+    places = int(shown[0]) + int((shown.int().diff() > 0).sum())
+    if places != count:
         raise RequestError(
-            f"{len(items)} images are in {runs} places of the prompt, and this model needs a token between two images",
-            fix="put <|vision_start|> and <|vision_end|> around each image, as the chat template does",
+            f"{count} {modality}s are in {places} places of the prompt, and this model needs a token between two",
+            fix=f"put <|vision_start|> and <|vision_end|> around each {modality}, as the chat template does",
         )
-    grids = torch.cat([inputs[GRID] for _, inputs in items])  # [images, 3]
-    positions, delta = encoder.get_rope_index(tokens, mm_token_type_ids=shows, image_grid_thw=grids)
-    return positions[:, 0].numpy().astype(np.int64), int(delta)

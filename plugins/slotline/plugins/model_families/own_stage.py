@@ -239,7 +239,7 @@ class TransformersStage:
         tap: Tap | None = None,
     ) -> torch.Tensor:
         """Return hidden states [1, n, hidden_size]. `inputs_embeds` are what the stage before sent, or a prompt's."""
-        given = {"position_ids": positions.unsqueeze(0)} | self._options
+        given = {"position_ids": positions.unsqueeze(-2)} | self._options
         if inputs_embeds is None:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:

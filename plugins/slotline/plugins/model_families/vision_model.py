@@ -7,7 +7,7 @@ inspection, attention slots, passes and graphs are the same as a decoder's. Enco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from slotline.plugins.model_families import binding, checkpoint, inspection, loading, weight_sizes
 from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
-from slotline.plugins.model_families.grid_images import AXES, GridProcessing, grid_positions
+from slotline.plugins.model_families.grid_images import AXES, GridProcessing, bare, grid_positions
+from slotline.plugins.model_families.grid_videos import VideoProcessing
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, VIDEOS
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
-IMAGE = "image"
+IMAGE, VIDEO = "image", "video"
 
 
 class TransformersVision(TransformersDecoder):
@@ -53,7 +54,7 @@ class TransformersVision(TransformersDecoder):
             tasks=("generate",),
             num_parameters=facts.num_parameters + size,
             parts=facts.parts and evolve(facts.parts, embedding=facts.parts.embedding + size),
-            modalities=(Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id)),),
+            modalities=_modalities(found),
             position_axes=AXES if found.architecture in GRIDS else 1,
             layer_embeds=_layer_embeds(found, facts),
         )
@@ -68,25 +69,22 @@ class VisionModel(DecoderModel):
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
-        (modality,) = context.facts.modalities
-        self._image_token = modality.placeholder_token_id
-        self._processing = self._processing_of(modality)
+        self._placeholders = {m.name: m.placeholder_token_id for m in context.facts.modalities}
+        self._processing = {m.name: self._processing_of(m) for m in context.facts.modalities}
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
 
-    @property
-    def _arguments(self) -> Collection[str]:
-        return inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
-
-    def _processing_of(self, modality: Modality) -> ImageProcessing:
+    def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing:
+        if modality.name == VIDEO:
+            return VideoProcessing(self.facts.path, modality, self._rule.config.vision_config)
         if self.facts.architecture not in GRIDS:
             return ImageProcessing(self.facts.path, modality)
-        return GridProcessing(self.facts.path, modality, self.hf_model.encoder.visual.spatial_merge_size)
+        return GridProcessing(self.facts.path, modality, self._rule.config.vision_config.spatial_merge_size)
 
     def axis_positions(
         self, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]
     ) -> tuple[npt.NDArray[np.int64], int]:
         """See `slotline.registry.contracts.model_family.MultimodalModel.axis_positions`."""
-        return grid_positions(self.hf_model.encoder, self._image_token, token_ids, items)
+        return grid_positions(self._rule, self._placeholders, token_ids, items)
 
     def forward(
         self, *args: Any, layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any
@@ -99,26 +97,27 @@ class VisionModel(DecoderModel):
 
     def process(self, modality: str, item: Any) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
-        return self._processing.process(item)
+        return self._processing[modality].process(item)
 
     def example(self, modality: str) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.example`."""
-        return self._processing.example()
+        return self._processing[modality].example()
 
     @torch.inference_mode()
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Return embeddings [n, hidden_size] of each image. Adjacent images of equal shapes are encoded together."""
+        """Return embeddings [n, (1 + layer_embeds) * hidden_size] of each item. Equal neighbours go together."""
         outputs: list[torch.Tensor] = []
         for _, alike in groupby(items, key=lambda item: {name: value.shape for name, value in item.items()}):
-            outputs += self._encode_alike(list(alike))
+            outputs += self._encode_alike(modality, list(alike))
         return outputs
 
-    def _encode_alike(self, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def _encode_alike(self, modality: str, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        features = getattr(self.hf_model.encoder, f"get_{modality}_features")
         inputs = {}
-        for name in items[0].keys() & self._arguments:
+        for name in items[0].keys() & inspect.signature(features).parameters.keys():
             value = torch.cat([item[name] for item in items])
             inputs[name] = value.to(self._device, self.hf_model.dtype if value.is_floating_point() else None)
-        outputs = self.hf_model.encoder.get_image_features(**inputs, return_dict=True)
+        outputs = features(**inputs, return_dict=True)
         further = getattr(outputs, "deepstack_features", None) or ()
         parts = [torch.cat(list(part)).flatten(0, -2) for part in (outputs.pooler_output, *further)]
         rows = torch.cat(parts, dim=-1)  # [all items' embeddings, (1 + layer_embeds) * hidden_size]
@@ -129,6 +128,7 @@ class VisionModel(DecoderModel):
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         whole = loading.load_transformers_model(context, found, attention="sdpa")
         encoder, decoder = whole.model, _decoder_of(found)
+        self._rule = bare(encoder)
         with torch.device("meta"):
             hf_model = decoder.model_class(decoder.config)
         hf_model.model, hf_model.lm_head = encoder.language_model, whole.lm_head
@@ -137,6 +137,13 @@ class VisionModel(DecoderModel):
         binding.register(binding.ATTENTION_NAME, binding.slot_attention)
         hf_model.config._attn_implementation = binding.ATTENTION_NAME
         return hf_model.eval().requires_grad_(False), encoder
+
+
+def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
+    image = Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id))
+    if found.architecture not in VIDEOS:
+        return (image,)
+    return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id))
 
 
 def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:

@@ -1,0 +1,110 @@
+"""Videos that are cut into a grid of patches over time, rows and columns (Qwen2-VL and Qwen2.5-VL)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import is_torchvision_available
+
+from slotline.registry.contracts.model_family import Modality, ProcessedItem
+from slotline.registry.errors import RequestError
+
+GRID, PATCHES, SECONDS = "video_grid_thw", "pixel_values_videos", "second_per_grid_ts"
+EXAMPLE_GRID = (4, 16, 16)
+"""Groups of merged patches of the made-up video, over time, rows and columns."""
+_FORM = f"give {{'frames': array [frames, height, width, 3], 'fps': number}}, or {{'{PATCHES}': ..., '{GRID}': ...}}"
+
+
+class VideoProcessing:
+    """Videos as frames, for the checkpoint's video processor, or as patches that this processor has made.
+
+    Args:
+        path: the checkpoint's folder.
+        modality: videos.
+        config: of the vision encoder.
+    """
+
+    def __init__(self, path: Path, modality: Modality, config: Any) -> None:
+        self._path, self._modality = path, modality
+        self._merge, self._frames = int(config.spatial_merge_size), int(config.temporal_patch_size)
+        self._width = int(config.in_channels) * self._frames * int(config.patch_size) ** 2
+        self._reads_seconds = hasattr(config, "tokens_per_second")
+        self._processor: Any = None  # made for the first frames, as it needs torchvision
+
+    def process(self, video: Any) -> ProcessedItem:
+        """Return the inputs of a video, with a placeholder token for each group of merged patches.
+
+        Args:
+            video: a mapping with ``frames`` [frames, height, width, 3] of 0 to 255 as they are to be seen, and ``fps``,
+                their number in a second of the video. Or a mapping with ``pixel_values_videos`` [patches, width] and
+                ``video_grid_thw`` [1, 3]. A model that reads times also needs ``fps`` or ``second_per_grid_ts``.
+
+        Raises:
+            RequestError: if it cannot be read.
+        """
+        if not isinstance(video, Mapping) or not {"frames", PATCHES} & video.keys():
+            raise RequestError(f"video={video!r:.60} is no video", fix=_FORM)
+        try:
+            found = self._of_frames(video["frames"]) if "frames" in video else video
+            grid, patches = (torch.as_tensor(found[name]) for name in (GRID, PATCHES))
+            seconds = self._seconds(video)
+        except RequestError:
+            raise
+        except Exception as error:  # a processor may raise anything on what is no video
+            raise RequestError(f"video={video!r:.60} cannot be read: {error}", fix=_FORM) from error
+        self._check(grid, patches)
+        further = {} if seconds is None else {SECONDS: torch.tensor([seconds], dtype=torch.float64)}
+        count = int(grid.prod()) // self._merge**2
+        return ProcessedItem(
+            modality=self._modality.name,
+            token_ids=[self._modality.placeholder_token_id] * count,
+            inputs={PATCHES: patches.float(), GRID: grid.long(), **further},
+        )
+
+    def example(self) -> ProcessedItem:
+        """Return a grey video."""
+        time, rows, columns = EXAMPLE_GRID
+        grid = torch.tensor([[time, rows * self._merge, columns * self._merge]])
+        patches = torch.zeros((int(grid.prod()), self._width))
+        return self.process({PATCHES: patches, GRID: grid, "fps": 1})
+
+    def _of_frames(self, frames: Any) -> Any:
+        if self._processor is None:
+            if not is_torchvision_available():
+                raise RequestError(
+                    "the video processors of transformers need torchvision, which is not installed",
+                    fix=f"install torchvision, or give '{PATCHES}' and '{GRID}' as these processors make them",
+                )
+            from transformers import AutoVideoProcessor
+
+            self._processor = AutoVideoProcessor.from_pretrained(
+                str(self._path), local_files_only=True, trust_remote_code=False
+            )
+        return self._processor(videos=[np.asarray(frames)], do_sample_frames=False, return_tensors="pt")
+
+    def _seconds(self, video: Mapping[str, Any]) -> float | None:
+        """Return the time between two rows of the grid, None for a model that does not read it."""
+        if not self._reads_seconds:
+            return None
+        if SECONDS not in video and "fps" not in video:
+            raise RequestError("the video has no fps, and this model reads times", fix=_FORM)
+        found = video[SECONDS] if SECONDS in video else self._frames / float(video["fps"])
+        seconds = float(np.asarray(found).reshape(-1)[0])
+        if not 0 < seconds < float("inf"):
+            raise RequestError(f"the video has {seconds} seconds between frames", fix=_FORM)
+        return seconds
+
+    def _check(self, grid: torch.Tensor, patches: torch.Tensor) -> None:
+        """Refuse a grid that is none, and another number or size of patches than it has."""
+        right = tuple(grid.shape) == (1, 3) and not grid.is_floating_point() and int(grid.min()) > 0
+        right = right and not (grid[0, 1:] % self._merge).any()
+        if not right or tuple(patches.shape) != (int(grid.prod()), self._width):
+            raise RequestError(
+                f"{PATCHES} {list(patches.shape)} do not fit {GRID} = {grid.tolist()}, whose rows and columns are "
+                f"multiples of {self._merge} and whose patches have {self._width} numbers",
+                fix=_FORM,
+            )
