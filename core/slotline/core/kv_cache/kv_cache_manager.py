@@ -205,8 +205,7 @@ class KVCacheManager:
         self.pool.check()
 
     def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: RequestTable) -> None:
-        expected = group.kernel_blocks(blocks)
-        table = group.table[row]
+        expected, table = group.kernel_blocks(blocks), group.table[row]
         if not np.array_equal(table[: expected.size], expected) or table[expected.size :].any():
             raise IntegrityError(f"the table of row {row} differs from its blocks")
         if rows.requests[row] is None and blocks:

@@ -61,9 +61,8 @@ class Scheduler:
         self._waiting = RequestQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
         self._failed: list[tuple[Request, Exception]] = []  # in the step that is being scheduled
-        self._last: tuple[Int, Int, SchedulerOutput] | None = (
-            None  # running rows, their order, and the step made of them
-        )
+        # Running rows, their order, and the step made of them.
+        self._last: tuple[Int, Int, SchedulerOutput] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -92,9 +91,7 @@ class Scheduler:
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
-        if self._failed:
-            schedule = evolve(schedule, failed=tuple(self._failed))
-        return schedule
+        return evolve(schedule, failed=tuple(self._failed)) if self._failed else schedule
 
     def remove(self, request: Request) -> None:
         """Take a request out, whether it runs or waits, and give back its row and blocks."""
