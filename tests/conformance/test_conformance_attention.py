@@ -123,6 +123,12 @@ def test_what_is_fixed_but_not_declared_does_not_apply() -> None:
         choose(subject, window=3)
 
 
+def test_a_window_of_an_encoder_needs_more_than_a_window_and_encoders() -> None:
+    subject = subject_of(narrow(attention_types=Set(("encoder_only",)), sliding_window=Flag(True)), device="cpu")
+    with pytest.raises(NotApplicable, match="not declared: encoder window"):
+        choose(subject, attention_type="encoder_only", causal=False, window=3)
+
+
 def test_query_tokens_are_cut_to_the_longest_query() -> None:
     subject = subject_of(narrow(query_len=Max(3)), device="cpu")
     assert choose(subject, ((40, 50), (1, 2))).requests == ((3, 50), (1, 2))

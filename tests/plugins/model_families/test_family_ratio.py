@@ -24,7 +24,7 @@ from engine_driver import GREEDY, random_prompts
 
 from slotline.core import LLM, PoolingParams, RequestOutput
 from slotline.plugins.model_families.encoder import CLASSIFIERS, EMBEDDERS
-from tests.llm.test_encoders import COMMON, DISTIL
+from tests.llm.test_encoders import COMMON, DISTIL, MODERN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,7 +101,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(architecture: str) -> Path:
         cls = getattr(transformers, architecture)
         torch.manual_seed(0)
-        model = cls(cls.config_class(**(small | DISTIL if "Distil" in architecture else COMMON)))
+        sizes = small | DISTIL if "Distil" in architecture else COMMON
+        model = cls(cls.config_class(**(sizes | MODERN if "Modern" in architecture else sizes)))
         return _widened(model, tmp_path_factory.mktemp(architecture))
 
     return get

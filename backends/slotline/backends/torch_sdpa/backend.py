@@ -140,15 +140,15 @@ class TorchBackend:
         keys = torch.arange(first_key, max(p.num_keys for p in pieces), device=device)  # [L]
         last_seen = num_keys - pieces[0].query_len + query if causal else num_keys - 1 + 0 * query  # [B, q]
         position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
-        first_seen = torch.stack([_first_seen(last_seen[:, :1], reach) for reach in self._reaches]).amin(0)  # [B, 1]
-        position = torch.maximum(position, first_seen)  # nor before the first one, where blocks may have been freed
         tokens = first + query
         if self._encoder:
             start = batch.query_start_loc[request].long()  # [B, 1]
-            blocks, offsets = start + position, position
-        else:
-            blocks = batch.block_table[request, position // self._block_size].long()
-            offsets = position % self._block_size
+            visible = {reach: _visible_in_encoder(keys, last_seen, tokens - start, reach) for reach in self._reaches}
+            return Group(tokens, start + position, position, visible)
+        first_seen = torch.stack([_first_seen(last_seen[:, :1], reach) for reach in self._reaches]).amin(0)  # [B, 1]
+        position = torch.maximum(position, first_seen)  # nor before the first one, where blocks may have been freed
+        blocks = batch.block_table[request, position // self._block_size].long()
+        offsets = position % self._block_size
         places = keys  # in a text
         if batch.tree is None or not causal:
             visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
@@ -268,6 +268,17 @@ def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch
     """Return, as [B, 1, 1, q, L] bool, which of `keys` [L] a query with last visible key `last_seen` [B, q] sees."""
     last = last_seen[:, None, None, :, None]
     return (keys <= last) & (keys >= _first_seen(last, reach))
+
+
+def _visible_in_encoder(keys: torch.Tensor, last_seen: torch.Tensor, own: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """Return, as [B, 1, 1, q, L] bool, which of `keys` [L] an encoder's query at `own` [B, q] sees.
+
+    Keys after `last_seen` [B, q] are not the request's.
+    """
+    seen = keys <= last_seen[:, None, None, :, None]
+    if reach[0] is None:
+        return seen
+    return seen & ((keys - own[:, None, None, :, None]).abs() < reach[0])
 
 
 def _visible_in_tree(

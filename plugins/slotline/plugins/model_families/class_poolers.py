@@ -83,7 +83,7 @@ class LogitPooler(ClassPooler):
 
 @frozen(eq=False)
 class HeadPooler(ClassPooler):
-    """Class scores of an encoder: its own head over the first token's state, as transformers does.
+    """Class scores of an encoder: its own head over the first token's state or the mean, as transformers does.
 
     Attributes:
         head: from states [n, 1, hidden_size] to logits [n, num_labels].

@@ -6,22 +6,31 @@ from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
-EMBEDDERS: tuple[str, ...] = ("BertModel", "CamembertModel", "DistilBertModel", "RobertaModel", "XLMRobertaModel")
+EMBEDDERS: tuple[str, ...] = (
+    "BertModel",
+    "CamembertModel",
+    "DistilBertModel",
+    "ModernBertModel",
+    "RobertaModel",
+    "XLMRobertaModel",
+)
 """Every one is compared with transformers' own hidden states by the tests."""
 
 CLASSIFIERS: tuple[str, ...] = (
     "BertForSequenceClassification",
     "CamembertForSequenceClassification",
     "DistilBertForSequenceClassification",
+    "ModernBertForSequenceClassification",
     "RobertaForSequenceClassification",
     "XLMRobertaForSequenceClassification",
 )
-"""The same encoders with a head over the first token."""
+"""The same encoders with a head over the first token, or the mean of all."""
 
 TAGGERS: tuple[str, ...] = (
     "BertForTokenClassification",
     "CamembertForTokenClassification",
     "DistilBertForTokenClassification",
+    "ModernBertForTokenClassification",
     "RobertaForTokenClassification",
     "XLMRobertaForTokenClassification",
 )

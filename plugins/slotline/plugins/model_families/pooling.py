@@ -74,16 +74,25 @@ def make_encoder_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler, t
     if context.task == "embed":
         return _embedding_pooler(context, hf_model.config, options, default="cls")
     if context.task == "token_classify":
-        return _token_pooler(context, hf_model, lambda states: hf_model.classifier(states))
-    if options.pooling not in ("auto", "cls"):
+        return _token_pooler(context, hf_model, _tagger_head(hf_model))
+    method: PoolingMethod = getattr(hf_model.config, "classifier_pooling", "cls")  # ModernBERT's
+    where = {"cls": "the first token", "mean": "the mean of all tokens"}[method]
+    if options.pooling not in ("auto", method):
         raise ModelError(
-            f"pooling = {options.pooling!r}: the head of {context.facts.architecture} reads the first token",
+            f"pooling = {options.pooling!r}: the head of {context.facts.architecture} reads {where}",
             fix="remove pooling from [model_family.transformers_encoder]",
         )
     name, activation = activation_of(context.facts.path, hf_model.config, hf_model.config.num_labels)
-    note = f"classify: {hf_model.config.num_labels} classes from the first token, {name}"
+    note = f"classify: {hf_model.config.num_labels} classes from {where}, {name}"
     texts = sentence_transformers.texts_of(context.facts.path)
-    return HeadPooler(hf_model, activation, texts, head=_encoder_head(hf_model)), (note,)
+    return HeadPooler(hf_model, activation, texts, method, head=_encoder_head(hf_model)), (note,)
+
+
+def _tagger_head(hf_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Map the states of tokens [n, hidden_size] to logits [n, num_labels]. Modules are looked up in each call."""
+    if hasattr(hf_model, "head"):  # ModernBERT
+        return lambda states: hf_model.classifier(hf_model.head(states))
+    return lambda states: hf_model.classifier(states)
 
 
 def reload_pooler(pooler: Pooler | None, path: Path) -> None:
@@ -93,12 +102,14 @@ def reload_pooler(pooler: Pooler | None, path: Path) -> None:
 
 
 def _encoder_head(hf_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Map the first token's states [n, 1, hidden_size] to logits [n, num_labels].
+    """Map the pooled states [n, 1, hidden_size] to logits [n, num_labels].
 
     Modules are looked up in each call.
     """
     if hasattr(hf_model, "pre_classifier"):  # DistilBERT
         return lambda states: hf_model.classifier(torch.relu(hf_model.pre_classifier(states[:, 0])))
+    if hasattr(hf_model, "head"):  # ModernBERT
+        return lambda states: hf_model.classifier(hf_model.head(states[:, 0]))
     if getattr(hf_model.base_model, "pooler", None) is not None:  # BERT
         return lambda states: hf_model.classifier(hf_model.base_model.pooler(states))
     return lambda states: hf_model.classifier(states)  # RoBERTa's head takes the first token itself

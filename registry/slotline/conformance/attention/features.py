@@ -186,6 +186,20 @@ def encoder_only(run: Run) -> None:
     prove(run, chosen(run, requests, causal=False, attention_type="encoder_only").friendly())
 
 
+@check(
+    Kind.ATTENTION,
+    "attention.encoder_only.window",
+    Level.NUMERICS,
+    needs={"attention_types": "encoder_only", "encoder_window": True},
+    profile="encoder",
+)
+def encoder_window(run: Run) -> None:
+    """Each token of an encoder with a window sees as many tokens before it as after it, within its request."""
+    for window in (1, 4, 16):
+        requests = ((5, 5), (0, 0), (40, 40), (1, 1))
+        prove(run, chosen(run, requests, causal=False, attention_type="encoder_only", window=window).friendly())
+
+
 @check(Kind.ATTENTION, "attention.cross", Level.NUMERICS, needs={"attention_types": "cross"}, profile="encoder")
 def cross(run: Run) -> None:
     """Decoder queries see all of the encoder's keys, those that this step stores and those that another did."""

@@ -20,7 +20,8 @@ Meaning of the inputs:
   an eight-bit cache the key's scale is used and the value's has no meaning.
 * Layers of type ``encoder_only`` keep nothing. A request's keys are its tokens of this step, and every token sees all
   of them (`causal` is False). The batch has a block table without columns and slots -1, and the cache has no blocks.
-  `write` is called and must store nothing.
+  `write` is called and must store nothing. A window of W tokens lets query position i see keys i - W + 1 .. i + W - 1
+  of its request. It is given only to a backend that declares `encoder_window`.
 * Layers of type ``cross`` read all keys that an encoder produced for a request (`causal` is False). `seq_lens` counts
   these keys, and `max_model_len` bounds them. They are stored in the step that computes the request's first token.
   `slot_mapping` has one entry for each key that the step stores, request after request: none in most steps, more than
@@ -105,6 +106,8 @@ class AttentionCapabilities:
         query_len: most query tokens of one request in a batch.
         sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: supported features. `chunked` is attention within
             chunks (`AttentionLayer.chunk`), `alibi` is a linear bias by distance (`AttentionLayer.alibi_slopes`).
+            `sliding_window` is about layers of type ``decoder``.
+        encoder_window: support for windows in layers of type ``encoder_only``, in both directions.
         mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
@@ -140,6 +143,7 @@ class AttentionCapabilities:
     attention_types: Set[str] = Set(("decoder",))
     query_len: Max = Max()
     sliding_window: Flag = Flag(False)
+    encoder_window: Flag = Flag(Support.NOT_IMPLEMENTED)
     chunked: Flag = Flag(Support.NOT_IMPLEMENTED)
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
@@ -174,7 +178,8 @@ class AttentionLayer:
         index: position among the model's attention layers, from 0.
         num_heads, num_kv_heads, head_size, head_size_v: the shape.
         scale: factor on the scores before the soft cap.
-        window: tokens that a query may see, itself included. None for all.
+        window: tokens that a query may see, itself included. None for all. In a layer of type ``encoder_only`` as many
+            in each direction.
         chunk: tokens of a chunk if attention stays within chunks: query i sees keys i // chunk * chunk .. i. None for
             no chunks. A layer has a window or a chunk, not both.
         soft_cap: scores become ``cap * tanh(score / cap)``. None for no cap.

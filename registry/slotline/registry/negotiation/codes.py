@@ -619,6 +619,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "layouts": "N150",
         "query_len": "N160",
         "sliding_window": "N170",
+        "encoder_window": "N170",
         "soft_cap": "N171",
         "sinks": "N172",
         "alibi": "N181",

@@ -97,7 +97,8 @@ def needs_of(case: Case) -> dict[str, Any]:
         "layouts": case.layout,
         "attention_types": case.attention_type,
         "query_len": max((query_len for query_len, _ in case.requests), default=0),
-        "sliding_window": case.window is not None,
+        "sliding_window": case.window is not None and case.attention_type != "encoder_only",
+        "encoder_window": case.window is not None and case.attention_type == "encoder_only",
         "soft_cap": case.soft_cap is not None,
         "sinks": case.sinks,
         "alibi": case.alibi,
@@ -204,7 +205,8 @@ def _first(
 def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return the features among the fields of a case, by capability."""
     return {
-        "sliding_window": wanted.get("window") is not None,
+        "sliding_window": wanted.get("window") is not None and wanted.get("attention_type") != "encoder_only",
+        "encoder_window": wanted.get("window") is not None and wanted.get("attention_type") == "encoder_only",
         "soft_cap": wanted.get("soft_cap") is not None,
         "sinks": bool(wanted.get("sinks")),
         "alibi": bool(wanted.get("alibi")),

@@ -82,7 +82,8 @@ def attention(
         keys: [L, Hkv, D], the new tokens included. Query head h reads KV head ``h // (H // Hkv)``.
         values: [L, Hkv, Dv].
         scale: factor on the scores.
-        window: a query sees this many keys, its own included. None for all.
+        window: a query sees this many keys, its own included, and as many in the other direction if it is not causal.
+            None for all.
         soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: [H], a logit that takes part in the softmax and has no value.
         slopes: [H], the amount that a score loses after the soft cap per token of distance (ALiBi).
@@ -118,7 +119,7 @@ def visible(num_queries: int, num_keys: int, *, window: int | None = None, causa
     position = torch.arange(num_keys)[None, :]
     own = torch.arange(num_keys - num_queries, num_keys)[:, None]
     seen = position <= own if causal else torch.ones(num_queries, num_keys, dtype=torch.bool)
-    return seen if window is None else seen & (position > own - window)
+    return seen if window is None else seen & (position > own - window) & (position < own + window)
 
 
 def tolerance(

@@ -53,6 +53,11 @@ class CausalInEncoders(EagerAttention):
         return evolve(super().plan(batch), causal=True)
 
 
+class EncoderWindowEndless(EagerAttention):
+    def before_window_end(self, keys: torch.Tensor, own: torch.Tensor, window: int) -> torch.Tensor:
+        return torch.ones_like(keys + own, dtype=torch.bool)
+
+
 class EncoderKeysByTokens(EagerAttention):
     """Stores as many of an encoder's keys as the step has query tokens."""
 
@@ -224,6 +229,7 @@ MUTANTS = (
     mutant("causal-ignored-in-prefill", L1, "no causal mask without a prefix", CausalIgnoredInPrefill),
     mutant("causal-ignored-in-verify", L1, "no causal mask for a few query tokens", CausalIgnoredInVerify),
     mutant("causal-in-encoders", L1, "encoders are masked like decoders", CausalInEncoders),
+    mutant("encoder-window-endless", L1, "an encoder's window has no end after the query", EncoderWindowEndless),
     mutant(
         "encoder-keys-by-tokens", L1, "as many of an encoder's keys are stored as there are tokens", EncoderKeysByTokens
     ),

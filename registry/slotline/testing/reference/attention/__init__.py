@@ -28,6 +28,7 @@ descriptor = Descriptor(
         layouts=Choice(("NHD", "HND")),
         attention_types=Set(("decoder", "encoder_only", "cross")),
         sliding_window=Flag(True),
+        encoder_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
         mla=Flag(True),
@@ -39,8 +40,8 @@ descriptor = Descriptor(
             Limit(
                 when="sliding_window",
                 capability="attention_types",
-                offer=Set(("decoder",)),
-                note="the contract defines windows for causal attention alone",
+                offer=Set(("decoder", "encoder_only")),
+                note="the contract defines no windows for cross-attention",
             ),
         ),
     ),

@@ -160,7 +160,14 @@ class EagerAttention:
         keys = torch.arange(first, length)[None, :]
         own = torch.arange(length - num_queries, length)[:, None]
         seen = self.not_after(keys, own) if plan.causal else torch.ones(num_queries, length - first, dtype=torch.bool)
-        return seen if layer.window is None else seen & self.in_window(keys, own, layer.window)
+        if layer.window is None:
+            return seen
+        seen = seen & self.in_window(keys, own, layer.window)
+        return seen if plan.causal else seen & self.before_window_end(keys, own, layer.window)
+
+    def before_window_end(self, keys: torch.Tensor, own: torch.Tensor, window: int) -> torch.Tensor:
+        """Return the other end of an encoder's window: as many keys after the query, its own included."""
+        return keys < own + window
 
     def not_after(self, keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Return the causal mask, from positions of keys [1, n] and queries [q, 1]."""
