@@ -11,6 +11,7 @@ import tiny_speech
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from tiny_models import known_oracle
+from transformers import OPTConfig, OPTForCausalLM
 
 from slotline.core import LLM, SamplingParams
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError
@@ -151,6 +152,47 @@ def test_sampled_texts_are_the_same(tiny: Tiny, engines: Engines) -> None:
 def test_a_model_that_does_not_fit_is_refused(tiny: Tiny, draft: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         LLM(tiny("llama"), device="cpu", max_model_len=64, **settings_of(tiny(draft, **changes)))
+
+
+@pytest.fixture(scope="module")
+def short_opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 32 learned positions, and none beyond."""
+    torch.manual_seed(0)
+    folder, sizes = tmp_path_factory.mktemp("opt"), {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+    OPTForCausalLM(OPTConfig(vocab_size=384, **sizes, **layers)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.behaviour(114)
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_requests_that_outgrow_the_drafter_go_on_without_drafts(
+    overlapped: bool, tiny: Tiny, short_opt: Path, engines: Engines
+) -> None:
+    path, shorter = tiny("llama"), short_opt
+    settings = settings_of(shorter) | {"drafter.max_model_len": 32, "scheduler.async": overlapped}
+    llm, prompts = engines(path, **settings), random_prompts(LENGTHS, seed=3)
+    drafter, lengths, positions = llm.engine.extension("drafts").drafting.drafter, list[int](), list[int]()
+    propose, observe = drafter.propose, drafter.observe
+
+    def proposing(batch: Any) -> Any:
+        lengths.extend((batch.positions + 1).tolist())
+        return propose(batch)
+
+    def observing(computed: Any) -> Any:
+        positions.extend(computed.positions.tolist())
+        return observe(computed)
+
+    drafter.propose, drafter.observe = proposing, observing
+    found = tokens_of(llm, prompts)
+    del drafter.propose, drafter.observe
+    assert found == tokens_of(engines(path), prompts)
+    assert max(lengths) == 32 - 4  # its own tokens and the drafts after them
+    assert min(lengths) < 10
+    assert max(positions) == 31
+    assert llm.engine.extension("drafts").counts.failures == 0
+    (setting,) = (one for one in llm.plan.settings if one.key == "drafter.max_model_len")
+    assert setting.origin.endswith("; longer requests go on without drafts")
 
 
 def test_without_a_model_the_fix_is_named(tiny: Tiny, tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ def choose_draft_graphs(
         texts.append("no verifying step is captured")
     if refusal := drafter.capabilities.graphs.refusal(True):
         texts.append(f"drafter {drafter.name!r}: graphs {refusal}")
+    if loaded.config.drafter.max_model_len:
+        texts.append("drafter.max_model_len changes the positions of longer requests for the drafter")
     own, planned_once = {layer.index for layer in layers}, Need(capability="plan_once", value=True, origin="drafter")
     for group in plan.groups:
         if own.isdisjoint(layer.index for layer in group.layers):

@@ -13,12 +13,29 @@ from slotline.registry.contracts import AttentionLayer, DrafterInspection, KVDra
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError, NegotiationError
+from slotline.registry.negotiation import Setting
+
+LENGTH = "drafter.max_model_len"
 
 
 def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
     """Return the draft checkpoint's folder: as configured, else named like the drafter in the model folder, or None."""
     path = loaded.path("drafter.path") or facts.path / loaded.config.drafter.name
     return str(path) if loaded.config.drafter.path or path.is_dir() else None
+
+
+def draft_length(loaded: LoadedConfig, max_model_len: int) -> int:
+    """Return the tokens, drafts included, up to which a request gets drafts, at most `max_model_len`."""
+    return min(loaded.config.drafter.max_model_len or max_model_len, max_model_len)
+
+
+def draft_length_setting(loaded: LoadedConfig, max_model_len: int) -> tuple[Setting, ...]:
+    """Return the record of a length beyond which requests go without drafts. Empty if there is none."""
+    length = draft_length(loaded, max_model_len)
+    if length == max_model_len:
+        return ()
+    origin = f"{loaded.origins[LENGTH].where}; longer requests go on without drafts"
+    return (Setting(key=LENGTH, asked=str(length), resolved=str(length), origin=origin, explicit=True),)
 
 
 def draft_layers(
@@ -54,7 +71,7 @@ def draft_layers(
     inspection = DrafterInspection(
         facts=facts,
         num_tokens=loaded.config.drafter.tokens,
-        max_model_len=max_model_len,
+        max_model_len=draft_length(loaded, max_model_len),
         path=draft_path(loaded, facts),
         inspect_model=inspect_model,
         options=registry.options(loaded, descriptor),

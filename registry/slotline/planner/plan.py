@@ -25,7 +25,7 @@ from slotline.planner.component_selection import (
     refuse_variance,
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
-from slotline.planner.drafter import draft_layers
+from slotline.planner.drafter import draft_layers, draft_length_setting
 from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
@@ -389,6 +389,7 @@ def _negotiated(
             *fast_prefill.settings,
             *microbatches,
             *compilation,
+            *(draft_length_setting(loaded, max_model_len) if drafter else ()),
             *choose_prompt_embeds(loaded, facts, family_descriptor, drafter),
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),

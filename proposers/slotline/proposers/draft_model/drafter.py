@@ -50,7 +50,8 @@ class ModelDrafter:
             raise ModelError(
                 f"{name} takes sequences of {facts.max_model_len} tokens, and max_model_len is "
                 f"{inspection.max_model_len}",
-                fix=f"set scheduler.max_model_len to {facts.max_model_len} or less, or {fix}",
+                fix=f"set drafter.max_model_len = {facts.max_model_len}, so that longer requests go without drafts, "
+                f"or scheduler.max_model_len to so many or less, or {fix}",
             )
         if "generate" not in facts.tasks:
             raise ModelError(f"{name} generates no tokens", fix=fix)

@@ -17,7 +17,7 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.device.torch_device import clock_of
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
-from slotline.planner.drafter import draft_path, numbered
+from slotline.planner.drafter import draft_length, draft_path, numbered
 from slotline.planner.model_family import family_for
 from slotline.planner.pipeline_ranks import proposes_on_last
 from slotline.planner.plan import Planned
@@ -41,7 +41,7 @@ def _load_draft_model(planned: Planned, path: Path) -> Model:
     return family.load(
         ModelContext(
             contract=bind_contract(descriptor),
-            facts=evolve(facts, layers=layers, max_model_len=planned.max_model_len),
+            facts=evolve(facts, layers=layers, max_model_len=draft_length(planned.loaded, planned.max_model_len)),
             device=planned.device,
             dtype=planned.plan.dtype,
             optimize=config.optimize,
@@ -122,6 +122,7 @@ class DraftRunnerBuilder:
             self.rows,
             name=planned.registry.full_name(descriptor),
             num_tokens=self.context.num_tokens,
+            max_len=draft_length(planned.loaded, planned.max_model_len),
             vocab_size=self.context.vocab_size,
             device=planned.device,
             control=_draft_control(planned, self.rows),

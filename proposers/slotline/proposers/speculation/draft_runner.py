@@ -76,6 +76,7 @@ class DraftRunner:
         *,
         name: str = "drafter",
         num_tokens: int,
+        max_len: int | None = None,
         vocab_size: int,
         device: str,
         control: DraftLengthController | None = None,
@@ -101,6 +102,7 @@ class DraftRunner:
         self.uniform = uniform
         self.paused = False
         self.num_tokens = num_tokens
+        self._max_len = rows.max_model_len if max_len is None else max_len
         self.needs_hidden_states = capabilities.needs_hidden_states and not self._is_told
         self.needs_computed = self.observing = capabilities.needs_computed and not self._is_told
         self.catches_up = capabilities.catches_up
@@ -293,11 +295,14 @@ class DraftRunner:
         """Select which of `rows` [n] get drafts if the drafter is called, given that `room` [n] drafts of each fit.
 
         A drafter that catches up is called for all rows or none, so that it need not observe the steps of the others.
-        The same
-        holds if all requests get equally many drafts.
+        The same holds if all requests get equally many drafts. Rows that are too long for the drafter never count.
         """
-        wanted: npt.NDArray[np.bool_] = self.served[rows] & (room > 0)
-        return self.served[rows] if (self.catches_up or self.uniform) and wanted.any() else wanted
+        served: npt.NDArray[np.bool_] = self.served[rows]
+        if self._max_len < self._rows.max_model_len:
+            known = self._rows.length_limit[rows] - 1 - room
+            served = served & (known + self.num_tokens <= self._max_len)
+        wanted = served & (room > 0)
+        return served if (self.catches_up or self.uniform) and wanted.any() else wanted
 
     def limit_drafts(self, known: Int) -> Int:
         """Return the most drafts [n] after `known` [n] tokens. They and the token after them must fit into a row."""
@@ -407,7 +412,7 @@ class DraftRunner:
     def _computed(self, states: ComputedStates, following: torch.Tensor | None = None) -> ComputedTokens:
         if following is None:
             following = torch.from_numpy(self.following(states.inputs)).to(self._device)
-        return computed_tokens(
+        computed = computed_tokens(
             states,
             following,
             self._device,
@@ -415,6 +420,9 @@ class DraftRunner:
             hidden_states=self.needs_hidden_states,
             attends=self.attention is not None,
         )
+        if self._max_len < self._rows.max_model_len:  # the drafter may have no position beyond
+            computed.positions = computed.positions.clamp(max=self._max_len - 1)
+        return computed
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

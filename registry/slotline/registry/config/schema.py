@@ -350,6 +350,11 @@ class DrafterConfig:
 
     name: str = field(default="", metadata=_doc("drafter plugin; empty for none"))
     tokens: int = field(default=4, validator=positive, metadata=_doc("draft tokens of a step"))
+    max_model_len: int = field(
+        default=0,
+        validator=at_least(0),
+        metadata=_doc("tokens beyond which a request goes without drafts; 0 for as many as the model takes"),
+    )
     adaptive: bool | Literal["auto"] = field(
         default="auto",
         metadata=_doc(

@@ -84,7 +84,8 @@ class DrafterInspection:
 
     Attributes:
         facts: the model's facts.
-        num_tokens, max_model_len: as in `DrafterContext`.
+        num_tokens: as in `DrafterContext`.
+        max_model_len: longest sequence that the drafter proposes for or observes positions of, drafts included.
         path: the draft checkpoint's folder or None.
         inspect_model: inspects the checkpoint of a whole model through the model family that supports it. Raises
             `ModelError` if there is none.
