@@ -18,7 +18,7 @@ from slotline.core import LLM, PoolingParams
 from slotline.plugins.model_families.decoder import TAGGERS
 from slotline.plugins.model_families.encoder import TAGGERS as ENCODERS
 from slotline.plugins.model_families.reward_models import CLASSES
-from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.errors import ContractError, ModelError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -174,6 +174,12 @@ def test_embeddings_score_by_cosine_or_max_sim(tiny: Tiny, engines: Engines) -> 
         with pytest.raises(RequestError, match=says):
             ask()
     assert not llm.engine.has_work
+
+
+@pytest.mark.behaviour(35, 124)
+def test_a_decoder_whose_tokens_see_later_ones_is_refused(tiny: Tiny, engines: Engines) -> None:
+    with pytest.raises(ModelError, match="is_causal = false, so it is no causal decoder"):
+        engines(tiny("qwen2", architecture="Qwen2Model", is_causal=False))
 
 
 @pytest.mark.behaviour(124, 141)

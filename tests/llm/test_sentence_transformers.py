@@ -192,3 +192,26 @@ def test_a_cross_encoder_has_the_librarys_activation(st: Any, tmp_path: Path) ->
     pairs = [(TEXTS[0], text) for text in TEXTS]
     scores = [one.outputs.score for one in LLM(tmp_path / "folder", device="cpu").score(TEXTS[0], TEXTS)]
     assert scores == pytest.approx(model.predict(pairs).tolist(), abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.behaviour(35)
+def test_a_causal_embedder_with_instructions_comes_in_chunks(st: Any, tmp_path: Path) -> None:
+    path = bert(tmp_path / "qwen3", "Qwen3Model", num_key_value_heads=2, head_dim=16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(path)
+    module = st.Transformer(str(path), model_kwargs=EAGER)
+    modules = [module, st.Pooling(64, pooling_mode="lasttoken"), st.Normalize()]
+    prompts = {"query": "query : the cat sat on a mat ", "document": ""}
+    model = st.SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+    model.save(str(tmp_path / "embedding"), create_model_card=False)
+    llm = LLM(tmp_path / "embedding", device="cpu", max_num_batched_tokens=8, block_size=4, memory="4MiB")
+    queries = torch.as_tensor(model.encode_query(TEXTS))
+    outputs = llm.embed(TEXTS, prompt_name="query")
+    torch.testing.assert_close(found(outputs), queries, atol=2e-5, rtol=0)
+    again = llm.embed(TEXTS, prompt_name="query")  # the instruction's blocks are cached
+    torch.testing.assert_close(found(again), queries, atol=2e-5, rtol=0)
+    assert all(one.metrics.num_cached_tokens >= 8 for one in again)
+    expected = model.similarity(queries[:1], torch.as_tensor(model.encode_document(TEXTS)))[0]
+    assert [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)] == pytest.approx(expected.tolist(), abs=2e-5)

@@ -173,6 +173,10 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
     if quantized and hasattr(config, "quantization_config"):
         del config.quantization_config
     _refuse_unserved_features(path, config)
+    if served is SERVED and getattr(config, "is_causal", True) is False:
+        raise ModelError(
+            f"{path} sets is_causal = false, so it is no causal decoder", fix="use a checkpoint without it"
+        )
     rope_fields.refuse_wrong(path, config)
     return Checkpoint(
         path=path,
