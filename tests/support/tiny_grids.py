@@ -14,7 +14,6 @@ import transformers
 from transformers.utils import is_torchvision_available
 
 VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-VIDEOS = VARIANTS[:2]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -102,6 +101,17 @@ def _oracle(path: Path) -> tuple[Any, Any, Any]:
     return model.eval(), tokenizer, transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
 
 
+def _expanded(model: Any, tokenizer: Any, token: int, grid: Sequence[int], fps: float | None) -> list[int]:
+    """The tokens of an image or a video, with Qwen3-VL's times between pairs of frames if `fps` is given."""
+    time, rows, columns = grid
+    row = [token] * (rows * columns // 4)
+    if fps is None:
+        return row * time
+    start, end = model.config.vision_start_token_id, model.config.vision_end_token_id
+    said = [f"<{(2 * i / fps + (2 * i + 1) / fps) / 2:.1f} seconds>" for i in range(time)]
+    return [one for text in said for one in [*tokenizer(text)["input_ids"], start, *row, end]]
+
+
 @cache
 def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
     model, tokenizer, processor = _oracle(path)
@@ -116,8 +126,14 @@ def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ..
     ids: list[int] = tokenizer(text)["input_ids"]
     kinds = {model.config.image_token_id: "image_grid_thw", model.config.video_token_id: "video_grid_thw"}
     for token, name in kinds.items():
-        counts = iter((given[name].prod(-1) // 4).tolist() if name in given else [])
-        ids = [one for i in ids for one in [i] * (next(counts) if i == token else 1)]
+        grids = iter(given[name].tolist() if name in given else [])
+        timed = [one["fps"] for one in map(video, videos)] if "qwen3" in model.config.model_type else []
+        times = iter(timed if name == "video_grid_thw" else [])
+        ids = [
+            one
+            for i in ids
+            for one in (_expanded(model, tokenizer, i, next(grids), next(times, None)) if i == token else [i])
+        ]
     tokens = torch.tensor([ids])
     if given:
         image_token, video_token = kinds

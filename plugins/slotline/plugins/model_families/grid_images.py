@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from slotline.plugins.model_families.grid_videos import GRID as VIDEO_GRID
 from slotline.plugins.model_families.grid_videos import SECONDS
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.registry.contracts.model_family import Modality
@@ -63,6 +64,7 @@ def grid_positions(
     placeholders: Mapping[str, int],
     token_ids: Sequence[int],
     items: Sequence[tuple[str, Mapping[str, torch.Tensor]]],
+    apart: Collection[str] = (),
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Return the positions of a prompt's tokens, see `MultimodalModel.axis_positions`.
 
@@ -72,6 +74,7 @@ def grid_positions(
 
     Args:
         rule: the transformers model that has the rule. Its modules are not read.
+        apart: modalities with other tokens between the rows of an item over time.
         placeholders: the placeholder token of each modality.
 
     Raises:
@@ -82,13 +85,17 @@ def grid_positions(
     inputs: dict[str, Any] = {}
     for number, (modality, token) in enumerate(placeholders.items(), 1):
         shown, given = tokens == token, [of for name, of in items if name == modality]
-        _refuse_neighbours(modality, shown[0], len(given))
+        _refuse_neighbours(modality, shown[0], len(given) if modality not in apart else _rows_of(given))
         types[shown] = number
-        for name in (f"{modality}_grid_thw", SECONDS):
+        for name in (f"{modality}_grid_thw", *(() if apart else (SECONDS,))):
             if found := [of[name] for of in given if name in of]:
                 inputs[name] = torch.cat(found)
     positions = rule.get_rope_index(tokens, mm_token_type_ids=types, **inputs)[0][:, 0]  # [3, n]
     return positions.numpy().astype(np.int64), int(positions[:, -1].max()) + 1 - len(token_ids)
+
+
+def _rows_of(videos: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    return sum(int(inputs[VIDEO_GRID][0, 0]) for inputs in videos)
 
 
 def _refuse_neighbours(modality: str, shown: torch.Tensor, count: int) -> None:

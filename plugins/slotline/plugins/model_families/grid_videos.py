@@ -1,13 +1,14 @@
-"""Videos that are cut into a grid of patches over time, rows and columns (Qwen2-VL and Qwen2.5-VL)."""
+"""Videos that are cut into a grid of patches over time, rows and columns (the Qwen-VL family)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
@@ -19,6 +20,23 @@ EXAMPLE_GRID = (4, 16, 16)
 _FORM = f"give {{'frames': array [frames, height, width, 3], 'fps': number}}, or {{'{PATCHES}': ..., '{GRID}': ...}}"
 
 
+def times_writer(path: Path, config: Any) -> Callable[[float, list[int]], list[int]]:
+    """Return what writes a time in front of placeholders, as the processor of Qwen3-VL does.
+
+    Args:
+        path: the checkpoint's folder, which has a tokenizer.
+        config: of the whole model.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    start, end = int(config.vision_start_token_id), int(config.vision_end_token_id)
+
+    def write(seconds: float, row: list[int]) -> list[int]:
+        time = tokenizer(f"<{seconds:.1f} seconds>", add_special_tokens=False)["input_ids"]
+        return [*time, start, *row, end]
+
+    return write
+
+
 class VideoProcessing:
     """Videos as frames, for the checkpoint's video processor, or as patches that this processor has made.
 
@@ -26,13 +44,17 @@ class VideoProcessing:
         path: the checkpoint's folder.
         modality: videos.
         config: of the vision encoder.
+        write_times: returns the tokens of a row of patches over time, of a time in seconds and its placeholders. None
+            for a model that writes no times between them.
     """
 
-    def __init__(self, path: Path, modality: Modality, config: Any) -> None:
-        self._path, self._modality = path, modality
+    def __init__(
+        self, path: Path, modality: Modality, config: Any, write_times: Callable[[float, list[int]], list[int]] | None
+    ) -> None:
+        self._path, self._modality, self._write_times = path, modality, write_times
         self._merge, self._frames = int(config.spatial_merge_size), int(config.temporal_patch_size)
         self._width = int(config.in_channels) * self._frames * int(config.patch_size) ** 2
-        self._reads_seconds = hasattr(config, "tokens_per_second")
+        self._reads_seconds = write_times is not None or hasattr(config, "tokens_per_second")
         self._processor: Any = None  # made for the first frames, as it needs torchvision
 
     def process(self, video: Any) -> ProcessedItem:
@@ -58,10 +80,9 @@ class VideoProcessing:
             raise RequestError(f"video={video!r:.60} cannot be read: {error}", fix=_FORM) from error
         self._check(grid, patches)
         further = {} if seconds is None else {SECONDS: torch.tensor([seconds], dtype=torch.float64)}
-        count = int(grid.prod()) // self._merge**2
         return ProcessedItem(
             modality=self._modality.name,
-            token_ids=[self._modality.placeholder_token_id] * count,
+            token_ids=self._tokens(grid, seconds, len(video.get("frames", range(int(grid[0, 0]) * self._frames)))),
             inputs={PATCHES: patches.float(), GRID: grid.long(), **further},
         )
 
@@ -85,6 +106,18 @@ class VideoProcessing:
                 str(self._path), local_files_only=True, trust_remote_code=False
             )
         return self._processor(videos=[np.asarray(frames)], do_sample_frames=False, return_tensors="pt")
+
+    def _tokens(self, grid: torch.Tensor, seconds: float | None, num_frames: int) -> list[int]:
+        """Return a placeholder for each group of merged patches, with times if the model has them between rows."""
+        count = int(grid[0, 0])
+        row = [self._modality.placeholder_token_id] * (int(grid[0, 1:].prod()) // self._merge**2)
+        if self._write_times is None or seconds is None:
+            return row * count
+        fps, tokens = self._frames / seconds, list[int]()
+        for first in range(0, count * self._frames, self._frames):
+            last = min(first + self._frames, num_frames) - 1  # the processor repeats a last frame that is missing
+            tokens += self._write_times((first / fps + last / fps) / 2, row)
+        return tokens
 
     def _seconds(self, video: Mapping[str, Any]) -> float | None:
         """Return the time between two rows of the grid, None for a model that does not read it."""

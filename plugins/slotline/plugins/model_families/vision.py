@@ -13,8 +13,8 @@ GRIDS: tuple[str, ...] = (
 )
 """Models whose images have sizes of their own, and whose rotary embeddings read a time, a row and a column."""
 
-VIDEOS: tuple[str, ...] = GRIDS[:2]
-"""Those whose videos are served: Qwen3-VL writes times between frames."""
+TIMED: tuple[str, ...] = ("Qwen3VLForConditionalGeneration",)
+"""Those that write times between the frames of a video."""
 
 ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration", *GRIDS)
 """Every one is compared with transformers' own text by the tests. They have one shape: an encoder with a projector, and

@@ -22,11 +22,11 @@ from slotline.plugins.model_families import binding, checkpoint, inspection, loa
 from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.grid_images import AXES, GridProcessing, bare, grid_positions
-from slotline.plugins.model_families.grid_videos import VideoProcessing
+from slotline.plugins.model_families.grid_videos import VideoProcessing, times_writer
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, VIDEOS
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -75,7 +75,8 @@ class VisionModel(DecoderModel):
 
     def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing:
         if modality.name == VIDEO:
-            return VideoProcessing(self.facts.path, modality, self._rule.config.vision_config)
+            times = times_writer(self.facts.path, self._rule.config) if self.facts.architecture in TIMED else None
+            return VideoProcessing(self.facts.path, modality, self._rule.config.vision_config, times)
         if self.facts.architecture not in GRIDS:
             return ImageProcessing(self.facts.path, modality)
         return GridProcessing(self.facts.path, modality, self._rule.config.vision_config.spatial_merge_size)
@@ -84,7 +85,8 @@ class VisionModel(DecoderModel):
         self, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]
     ) -> tuple[npt.NDArray[np.int64], int]:
         """See `slotline.registry.contracts.model_family.MultimodalModel.axis_positions`."""
-        return grid_positions(self._rule, self._placeholders, token_ids, items)
+        apart = (VIDEO,) if self.facts.architecture in TIMED else ()
+        return grid_positions(self._rule, self._placeholders, token_ids, items, apart)
 
     def forward(
         self, *args: Any, layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any
@@ -141,7 +143,7 @@ class VisionModel(DecoderModel):
 
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
     image = Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id))
-    if found.architecture not in VIDEOS:
+    if found.architecture not in GRIDS:
         return (image,)
     return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id))
 
