@@ -34,6 +34,7 @@ Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 ON: dict[str, Any] = {"prompt_embeds": True}
 PROMPTS = random_prompts([33, 5, 1, 40, 17, 16], seed=2)
+REFUSED = (*SHARING_FAMILIES, "zamba2")
 SEEDED = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True)
 
 
@@ -284,14 +285,14 @@ def test_replicas_are_chosen_by_the_embeddings_of_a_prefix() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("optimize", [False, True])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in SHARING_FAMILIES])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
 def test_every_other_family_takes_embeddings(name: str, optimize: bool, tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny(name), optimize=optimize, max_num_batched_tokens=24, **ON)
     assert tokens(llm, either(llm, PROMPTS)) == own(llm, PROMPTS)
 
 
-@pytest.mark.parametrize("name", SHARING_FAMILIES)
-def test_models_whose_layers_read_tokens_are_refused(name: str, tiny: Tiny) -> None:
+@pytest.mark.parametrize("name", [*SHARING_FAMILIES, pytest.param("zamba2", marks=pytest.mark.slow)])
+def test_models_whose_layers_read_more_than_hidden_states_are_refused(name: str, tiny: Tiny) -> None:
     with pytest.raises(NegotiationError, match="read more than the hidden states of the layers before"):
         LLM(tiny(name), **ON)
 
