@@ -35,6 +35,7 @@ from slotline.registry.errors import NegotiationError, SlotlineError
 
 LENGTHS, FIRST_CHUNK, NEW, TOLERANCE = (37, 11), 21, 8, 1e-4
 MAX_LEN = 64
+SHORT = "llama --tensor 2"
 PAGE = Path(__file__).parents[1] / "docs" / "model-families.md"
 START, END = "<!-- tensor -->\n", "<!-- end tensor -->"
 

@@ -202,7 +202,7 @@ def test_faults_of_different_layers_name_their_layer(load: Load) -> None:
         ("block_size = 16", "'cache.block_size'"),
         ("[cache]\nblok_size = 16", "'cache.block_size'"),
         ("[sampling]\nmax_requests = 1", "'scheduler.max_requests'"),
-        ("max_model_length = 1", "'scheduler.max_model_len'"),
+        ("max_model_length = 1", "'drafter.max_model_len' or 'scheduler.max_model_len'"),
         ("[schedular]\nasync = true", "'scheduler'"),
         ("[scheduler]\nasync_ = true", "'scheduler.async'"),
         ("[drafter]\ntoken = 1", "'drafter.tokens'"),
