@@ -162,6 +162,7 @@ def test_what_this_engine_cannot_honour_is_refused_at_admission(
     everything_returned(llm)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

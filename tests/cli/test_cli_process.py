@@ -44,6 +44,7 @@ def test_a_closed_standard_output_is_an_error_before_any_work(command: str) -> N
     assert shell(f"$S {command} >&- 2>&- <&-") == (2, "", "")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("command", LIGHT)
 def test_a_full_disk_is_an_error_and_a_reader_that_stops_is_none(command: str) -> None:
     assert shell(f"$S {command} > /dev/full") == (2, "", "error: [Errno 28] No space left on device\n")

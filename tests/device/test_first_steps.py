@@ -11,6 +11,7 @@ from slotline.builder import warmup as first_steps
 from slotline.builder.warmup import Warmup
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.registry.negotiation.groups import GraphPlan
+from slotline.registry.ranks import Place, RankLayout
 
 
 def graphs_of(**phases: str) -> GraphPlan:
@@ -25,6 +26,7 @@ def made(**changes: Any) -> Warmup:
     planned = SimpleNamespace(
         plan=SimpleNamespace(graphs=graphs_of(decode="full", mixed="none"), state_groups=()),
         stages=SimpleNamespace(divided=False),
+        place=Place(rank=0, local_rank=0, layout=RankLayout()),
         loaded=SimpleNamespace(config=SimpleNamespace(offload_gib=0.0, scheduler=SimpleNamespace(max_requests=2))),
         facts=SimpleNamespace(modalities=(), max_encoder_len=0, vocab_size=64),
         device="cuda",

@@ -56,6 +56,7 @@ def test_every_family_gives_transformers_tokens_in_mixed_chunked_shared_batches(
     assert hits == [(len(p) - 1) // block_size * block_size for p in PROMPTS]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "bamba"])
 @pytest.mark.behaviour(152, 154)
@@ -73,6 +74,7 @@ def test_tokens_do_not_depend_on_how_keys_lie_in_a_block(
     assert sum(o.metrics.num_cached_tokens for o in outputs) > 0
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16])

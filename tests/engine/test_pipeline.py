@@ -159,6 +159,7 @@ def _check_stages(inputs: ModelInputs) -> None:
         assert (batch.num_tokens, batch.num_requests) == (first.num_tokens, first.num_requests)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel"])
 @pytest.mark.parametrize("pooling", ["last", "cls", "mean"])

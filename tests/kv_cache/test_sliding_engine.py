@@ -64,6 +64,7 @@ def test_groups_of_unequal_blocks_give_transformers_tokens_with_hits_and_preempt
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("asynchronous", "optimize"), [(False, False), (True, False), (False, True)])
 def test_chunks_give_transformers_tokens_with_hits_and_preemptions(
     asynchronous: bool, optimize: bool, tiny: Tiny, engines: Engines, greedy: Greedy
@@ -105,6 +106,7 @@ def test_llama_4_runs_with_its_default_length_which_ends_before_the_tuning(
     assert list(outputs[0].outputs[0].token_ids) == greedy(path, prompt, GREEDY.max_tokens)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_asynchronous_steps_free_blocks_that_the_step_in_flight_does_not_read(
     family: str, tiny: Tiny, engines: Engines, greedy: Greedy

@@ -74,6 +74,7 @@ def test_every_family_goes_on_from_a_checkpoint_with_transformers_tokens(
     assert checkpoints_of(llm).counts.restored >= 3
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "qwen3_next"])
 @pytest.mark.behaviour(33)
 def test_one_token_behind_a_hit_is_a_step_like_any_other(

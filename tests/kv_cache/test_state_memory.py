@@ -47,6 +47,7 @@ def blocks_held(llm: LLM) -> int:
     return sum(block != NULL_BLOCK for group in groups for row in group.blocks for block in row)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("name", "settings", "most"), BOUNDED.values(), ids=BOUNDED)
 def test_a_long_generation_holds_no_more_than_its_layers_read(
     name: str, settings: dict[str, Any], most: int, tiny: Tiny

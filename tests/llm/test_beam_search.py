@@ -156,6 +156,7 @@ def test_what_the_engine_cannot_do_is_refused_and_leaves_nothing(tiny: Tiny, eng
 CHOICES = ["def f(", "def main(", "class A:", "classes", "x = 1", "return", "return x"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("plugin", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("settings", [{"beam_width": 3}, {"beam_width": 4, "length_penalty": 0.0}], ids=str)
 def test_sequences_of_a_choice_are_those_of_transformers(plugin: str, settings: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(architecture: str, ty
     path = bert(tmp_path / "cross", architecture, num_labels=1, type_vocab_size=types)
     llm = LLM(path, device="cpu", max_num_batched_tokens=64)
     model = hf_model(path, "AutoModelForSequenceClassification")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     first, second = [*TEXTS, TEXTS[0]], [*TEXTS[::-1], ""]
     kwargs = [dict(tokenizer(*pair, return_tensors="pt")) for pair in zip(first, second, strict=True)]
     if types == 1:

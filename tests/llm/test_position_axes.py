@@ -224,6 +224,7 @@ VIDEOS: Sequence[tuple[str, Sequence[int], Sequence[int]]] = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", tiny_grids.VARIANTS)
 @pytest.mark.behaviour(65)
 def test_videos_beside_images_give_transformers_tokens(name: str, tiny_grid: Grid, engines: Engines) -> None:

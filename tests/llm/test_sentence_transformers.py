@@ -167,7 +167,7 @@ def test_late_interaction_equals_the_librarys(st: Any, library: tuple[Any, Path]
 def test_a_decoder_scores_pairs_by_its_logits_as_the_library_does(st: Any, tmp_path: Path) -> None:
     path = tmp_path / "qwen3"
     bert(path, "Qwen3ForCausalLM", num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.chat_template, tokenizer.padding_side = PAIR_TEMPLATE, "left"
     tokenizer.save_pretrained(path)
     module = st.Transformer(str(path), transformer_task="text-generation", model_kwargs=EAGER)
@@ -198,7 +198,7 @@ def test_a_cross_encoder_has_the_librarys_activation(st: Any, tmp_path: Path) ->
 @pytest.mark.behaviour(35)
 def test_a_causal_embedder_with_instructions_comes_in_chunks(st: Any, tmp_path: Path) -> None:
     path = bert(tmp_path / "qwen3", "Qwen3Model", num_key_value_heads=2, head_dim=16)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.padding_side = "left"
     tokenizer.save_pretrained(path)
     module = st.Transformer(str(path), model_kwargs=EAGER)

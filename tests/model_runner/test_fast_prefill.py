@@ -46,6 +46,7 @@ def counted(llm: LLM) -> Iterator[list[list[int]]]:
         hook.remove()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", SHARING_FAMILIES)
 @pytest.mark.behaviour(26, 74, 148, 158)

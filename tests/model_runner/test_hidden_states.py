@@ -52,6 +52,7 @@ def check(path: Path, requests: Iterable[tuple[list[int], dict[int, Any]]], text
     return count
 
 
+@pytest.mark.spread(3)
 @pytest.mark.behaviour(97)
 @pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "alibi": ("bloom", {}, NegotiationError, "BloomForCausalLM biases scores by distance"),
     "microbatches": ("llama", {"scheduler.microbatches": 2}, NegotiationError, "a step passes the shards whole"),
     "drafter": ("llama", {"drafter.name": "ngram"}, NegotiationError, "drafts are not verified over shards"),
-    "connector": ("llama", {"kv_connector.name": "host_memory"}, NegotiationError, "sees the blocks of one cache"),
+    "connector": ("llama", {"kv_connector.name": "host_memory"}, NegotiationError, "lie in several caches"),
     "cascade": ("llama", {"attention.cascade": True}, NegotiationError, "attention.cascade = true"),
     "stages": (
         "llama",

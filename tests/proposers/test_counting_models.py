@@ -54,6 +54,7 @@ def test_a_text_is_counted_and_as_many_drafts_stand_as_asked(
     assert drafting.counts.acceptance_length == length
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("right", "length"), [(None, 5.0), (3, 4.0), (0, 1.0)])
 def test_a_head_counts_too(tmp_path: Path, right: int | None, length: float, engines: Any) -> None:
     """Its layer is large enough that a token's product with itself stands out."""

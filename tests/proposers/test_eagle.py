@@ -184,6 +184,7 @@ def test_requests_get_blocks_for_the_guesses_where_there_are_any(tiny: Tiny, eng
     assert list(held.values()) == [[2, 2], [2, 1], [1, 1]]  # of three blocks, nobody waits for a guess
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_texts_up_to_the_longest_are_the_same_for_any_number_of_drafts(

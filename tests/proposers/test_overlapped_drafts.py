@@ -119,6 +119,7 @@ def test_requests_that_are_about_to_end_leave_a_batch_uniform(
     assert all(set(each) in ({1}, {4}) for each in verifying), verifying
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "deepseek_v3", "gpt_oss", "llama4"])
 def test_windows_chunks_and_latents_are_served_too(family: str, tiny: Tiny, engines: Engines) -> None:
     path = tiny(family)
@@ -128,6 +129,7 @@ def test_windows_chunks_and_latents_are_served_too(family: str, tiny: Tiny, engi
     assert accepted(llm) > 20
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("family", ["mamba2", "bamba", "qwen3_next", "lfm2"])
 def test_states_go_back_to_what_stood(family: str, tiny: Tiny, engines: Engines) -> None:
     path = tiny(family)
@@ -201,6 +203,7 @@ def test_requests_that_come_and_go_at_random_give_the_same_tokens(
     assert accepted(llm) > 50
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 def test_a_text_ends_at_its_limit(limit: int, tiny: Tiny, engines: Engines) -> None:
     path = tiny("llama_deep")
@@ -289,6 +292,7 @@ def drafts_placed(llm: LLM) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
 @pytest.mark.behaviour(64, 120, 160)

@@ -133,6 +133,7 @@ CASES = [
 """Each way on each rank in each mode."""
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("mode", "how", "rank"), CASES)
 def test_a_failure_on_one_rank_is_computed_again_on_all(
     mode: str, how: str, rank: int, failing: Callable[[str], ThreadRanks], tiny: Tiny, engines: Engines

@@ -174,6 +174,7 @@ def linked() -> Iterator[tuple[Links, Link, Link]]:
     links.close()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("hanging", [0, 1, 2])
 def test_the_rank_that_the_others_wait_for_is_named(hanging: int, linked: tuple[Links, Link, Link]) -> None:
     links, *others = linked

@@ -91,6 +91,7 @@ def test_the_text_is_the_built_in_backends(ours: LLM, built_in: list[list[int]])
     assert ours.engine.extension("drafts").drafting.counts.failures == 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "setting",
     [

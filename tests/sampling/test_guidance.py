@@ -174,6 +174,7 @@ def test_a_pair_keeps_its_adapters_slot_until_both_have_used_it(tiny: Tiny, tmp_
     assert other.output_token_ids == peft.greedy("second", prompts[1], 4)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_of_all_priorities_come_go_and_are_preempted(seed: int, tiny: Tiny) -> None:
     """Few rows and few blocks: whatever is missing, somebody goes on, and the texts stay."""

@@ -145,6 +145,7 @@ def ask(server: RunningServer, document: dict[str, Any], path: str, mode: Genera
     return statuses
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("examples", [8, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", SERVED)
 def test_right_requests_are_answered(path: str, examples: int, narrow: dict[str, Any], server: RunningServer) -> None:

@@ -53,6 +53,7 @@ def answered(case: dict[str, Any], url: str) -> tuple[Any, list[Any]]:
     return events[-1]["response"], events
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("case", CASES, ids=[case["id"] for case in CASES])
 def test_cases_of_open_responses(case: dict[str, Any], request: pytest.FixtureRequest) -> None:
     running: RunningServer = request.getfixturevalue("seeing" if case.get("image") else "tool_server")

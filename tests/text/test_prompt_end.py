@@ -124,6 +124,7 @@ def test_whole_characters_come_out_of_a_byte_fallback_tokenizer_behind_any_promp
     assert text == behind.decode() + "a"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_streams_and_every_output_of_a_prompt_show_the_same_text(
     skip_special_tokens: bool, engines: Callable[..., LLM]

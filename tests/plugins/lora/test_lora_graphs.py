@@ -38,6 +38,7 @@ def tokens(llm: LLM, oracle: PeftOracle, names: list[str | None]) -> list[list[i
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("targets", "specialize"), [((), True), ((), False), (("embed_tokens", "lm_head", "v_proj"), True)]
 )

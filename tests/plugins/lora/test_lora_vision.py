@@ -55,6 +55,7 @@ class Oracle:
                 return generate()[0, length:].tolist()  # type: ignore[no-any-return]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_an_adapter_of_the_decoder_gives_peft_s_text_over_images(

@@ -247,6 +247,7 @@ def test_whisper_is_as_near_to_float32_as_transformers_own(
     assert ours.within(baseline)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("architecture", [*EMBEDDERS, *CLASSIFIERS])
 @pytest.mark.behaviour(13, 18, 35)
 def test_an_encoder_is_as_near_to_float32_as_transformers_own(

@@ -235,6 +235,7 @@ def test_weights_reload_by_copying_from_a_freshly_fused_model() -> None:
     assert difference(logits(first, 5), expected) <= 1e-5
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2", "mixtral"])
 @pytest.mark.parametrize("hooked", [None, "layers.0", "layers.1", "layers.1.input_layernorm", "norm"])
 def test_layers_in_a_chain_give_what_they_give_one_by_one(family: str, hooked: str | None) -> None:

@@ -376,6 +376,7 @@ UNKNOWN = [
 """Architectures that no pass was made for, some with attention that takes or gives other things than a Llama's."""
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_pass_takes_a_model_down_that_it_does_not_know(name: str) -> None:
     none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))

@@ -78,6 +78,7 @@ def test_the_limit_is_an_option_and_the_estimate_grows_with_the_vocabulary() -> 
     assert seconds(printed, 128_000) > 20 * seconds(printed, 4096) > 20
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("wanted", [*SLOW.values(), *QUICK.values()], ids=[*SLOW, *QUICK])
 def test_llguidance_compiles_or_gives_up_in_time(wanted: dict[str, Any]) -> None:
     texts, begin = Texts("llguidance"), monotonic()

@@ -375,6 +375,7 @@ def test_requests_without_a_constraint_are_left_alone(engines: Engines) -> None:
             is_person(output.outputs[0].text)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_grammars_end_goes_before_a_minimum_of_tokens(plugin: str, mode: str, engines: Engines) -> None:

@@ -46,6 +46,7 @@ def gate_of(llm: LLM, text: str) -> threading.Event:
     return gate
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_compiles_later_gets_the_same_texts(
     ranks: ThreadRanks, engines: Callable[..., LLM], late: int

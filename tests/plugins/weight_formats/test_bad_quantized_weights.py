@@ -130,6 +130,7 @@ def test_wrong_tensors_are_refused_with_name_and_numbers(case: str, plain: Path,
 SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB", "weight.absmax")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("form", forms.FORMS)
 def test_a_missing_scale_is_refused_in_every_form(form: str, plain: Path, tmp_path: Path) -> None:
     path = tmp_path / "quantized"
