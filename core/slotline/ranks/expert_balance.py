@@ -168,7 +168,9 @@ def settled(new: Array, old: Array, ranks: int) -> Array:
         part, rank = np.unravel_index(np.argmax(common), common.shape)
         common[part, :] = common[:, rank] = -1
         result[rank] = _in_place(parts[part], homes[rank])
-    return result.reshape(-1)
+    as_placed = np.array([_in_place(part, home) for part, home in zip(parts, homes, strict=True)])
+    best = min((result, as_placed), key=lambda one: (one != homes).sum())  # the greedy choice may be the worse one
+    return best.reshape(-1)
 
 
 def fault_of(placement: Array, layers: int, experts: int, slots: int) -> str | None:
