@@ -207,18 +207,13 @@ def break_next_step(engine: Engine) -> None:
 
 
 def test_ctrl_c_aborts_the_requests_of_the_call_and_the_replicas_go_on(replicas: LLM) -> None:
-    ended = threading.Event()
-
-    def interrupt() -> None:
-        while not ended.wait(0.7):  # again, since a callback of the collector of garbage may swallow an interrupt
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     with pytest.raises(KeyboardInterrupt):
         replicas.generate(PROMPTS, SamplingParams(max_tokens=2000, ignore_eos=True))
-    ended.set()
-    thread.join()
+    timer.join()
+    signal.signal(signal.SIGINT, before)
     assert replicas.generate("a", SamplingParams(max_tokens=3))[0].finished
     while replicas.front.requests:
         replicas.front.step()
