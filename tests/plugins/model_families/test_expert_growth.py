@@ -110,7 +110,7 @@ def test_the_sums_are_those_of_the_whole_before_and_after(name: str, sizes: tupl
 
 def test_addresses_stay_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(mixture("mixtral", "grouped_mm"), expert_routing.ExchangedTokens, (2, 3, 2, 4, 2))
-    monkeypatch.setattr("slotline.plugins.model_families.tensor_parallel.expert_growth.PIECE", 256)  # many pieces
+    monkeypatch.setattr("slotline.plugins.model_families.tensor_parallel.expert_moves.PIECE", 256)  # many pieces
     ranks.check()
     assert len(set(ranks.addresses[0])) == len(set(ranks.addresses[1])) == 1
     grown = Ranks(mixture("mixtral", "grouped_mm"), expert_routing.ExchangedTokens, (4, 2, 3))

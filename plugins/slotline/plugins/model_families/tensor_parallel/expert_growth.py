@@ -7,15 +7,13 @@ memory. A captured graph does not outlive the change in any case: it holds the o
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from slotline.plugins.model_families.tensor_parallel.expert_moves import PIECE, Moves, SharedMixtures
+from slotline.plugins.model_families.tensor_parallel.expert_moves import Moves, SharedMixtures, move
 from slotline.plugins.model_families.tensor_parallel.expert_parallel import (
     LOADS,
     LOCAL,
@@ -74,17 +72,16 @@ def resize(module: Any, communicator: Communicator, held: Sequence[Array], place
 
     Returns:
         number of experts that came from other ranks to this one.
-
     """
     rank, slots = communicator.rank, len(placement) // ranks
     stays, most = rank < ranks, max(slots, *map(len, held))
     rooms = {name: _room(module, name, slots) for name in WEIGHTS if module._parameters.get(name) is not None}
     kept = all(room.data_ptr() == module._parameters[name].data_ptr() for name, room in rooms.items())
-    moves = between(held, placement, rank, ranks, kept=kept)
+    moves = Moves.between(held, placement, rank, ranks, kept=kept)
     with torch.no_grad():
         for name, room in rooms.items():
             weight = module._parameters[name]
-            _move(weight.data, room, moves, communicator, most)
+            move(weight.data, room, moves, communicator, most)
             if stays:
                 weight.data = room
         if stays:
@@ -105,41 +102,6 @@ def refuse_packed(module: Any) -> None:
         )
 
 
-def between(held: Sequence[Array], placement: Array, rank: int, ranks: int, *, kept: bool = True) -> Moves:
-    """Return the moves of a rank. A slot gets its expert from its own rank if that has it, else from any in turn.
-
-    Args:
-        held, placement, ranks: as of `resize`.
-        kept: whether the memory of the slots is the same, so that what is in its place need not move.
-    """
-    slots, size = len(placement) // ranks, len(held)
-    holders: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for source, experts in enumerate(held):
-        for at, expert in enumerate(experts.tolist()):
-            holders[expert].append((source, at))
-    given: list[list[int]] = [[] for _ in range(size)]
-    filled: list[list[int]] = [[] for _ in range(size)]
-    for slot, expert in enumerate(placement.tolist()):
-        to, at = divmod(slot, slots)
-        near = [one for one in holders[expert] if one[0] == to]
-        if (to, at) in near and kept:
-            continue
-        source, there = near[0] if near else holders[expert][slot % len(holders[expert])]
-        if source == rank:
-            given[to].append(there)
-        if to == rank:
-            filled[source].append(at)
-    received = tuple(map(len, filled))
-    return Moves(
-        given=tuple(chain.from_iterable(given)),
-        sent=tuple(map(len, given)),
-        filled=tuple(chain.from_iterable(filled)),
-        received=received,
-        any=True,
-        came=sum(received) - received[rank],
-    )
-
-
 def _room(module: Any, name: str, slots: int) -> torch.Tensor:
     """Return memory for so many slots of a weight: that which it has or had, if there is enough."""
     rooms = module.__dict__.setdefault(_ROOM, {})
@@ -147,23 +109,6 @@ def _room(module: Any, name: str, slots: int) -> torch.Tensor:
     if len(room) < slots:
         room = rooms[name] = room.new_empty(slots, *room.shape[1:])
     return room[:slots]
-
-
-def _move(weight: torch.Tensor, room: torch.Tensor, moves: Moves, communicator: Communicator, most: int) -> None:
-    """Move weights piece by piece: some rows of all experts that go, so that a slot is read before it is written.
-
-    Args:
-        weight: [slots before, rows, ...].
-        room: [slots after, rows, ...], which may be the same memory.
-        most: most slots of a rank, so that all ranks cut alike.
-    """
-    given, filled = (torch.tensor(s, dtype=torch.int64, device=weight.device) for s in (moves.given, moves.filled))
-    row = max(most * weight[0, :1].numel() * weight.element_size(), 1)
-    count = max(PIECE // row, 1)
-    for piece, into in zip(weight.split(count, 1), room.split(count, 1), strict=True):
-        came = communicator.all_to_all(piece.index_select(0, given), moves.sent, moves.received).finish()
-        if len(came):
-            into.index_copy_(0, filled, came)
 
 
 def _write(module: Any, placement: Array, rank: int, slots: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -43,12 +44,15 @@ class SharedMixtures:
         """Move the experts to their places. Return the number of experts that came from other ranks to this one."""
         came = 0
         for module, old, new in zip(self._modules, self.placements(), placements, strict=True):
-            moves = Moves.between(old, new, self._communicator.rank, self._communicator.size)
+            rank, ranks = self._communicator.rank, self._communicator.size
+            moves = Moves.between(old.reshape(ranks, -1), new, rank, ranks)
             if not moves.any:
                 continue
             with torch.no_grad():
-                _move(module, moves, self._communicator)
-                place(module, new, self._communicator.rank)
+                for name in WEIGHTS:
+                    if (weight := module._parameters.get(name)) is not None:
+                        move(weight, weight, moves, self._communicator, len(weight))
+                place(module, new, rank)
             came += moves.came
         return came
 
@@ -74,43 +78,65 @@ class Moves:
     came: int
 
     @classmethod
-    def between(cls, old: np.ndarray[Any, Any], new: np.ndarray[Any, Any], rank: int, size: int) -> Moves:
+    def between(
+        cls,
+        held: Sequence[np.ndarray[Any, Any]],
+        placement: np.ndarray[Any, Any],
+        rank: int,
+        ranks: int,
+        *,
+        kept: bool = True,
+    ) -> Moves:
         """Return the moves of a rank. A slot gets its expert from its own rank if that has it, else from any in turn.
 
         Args:
-            old, new: the expert of each slot, [slots] int64.
+            held: the experts in the slots of each rank before, [slots] int64. They may be none.
+            placement: the expert of each slot of all ranks after, [slots] int64.
+            ranks: number of ranks after, which are the first ones.
+            kept: whether the memory of the slots is the same, so that what is in its place need not move.
         """
-        slots = len(old) // size
+        slots, size = len(placement) // ranks, len(held)
+        holders: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for source, experts in enumerate(held):
+            for at, expert in enumerate(experts.tolist()):
+                holders[expert].append((source, at))
         given: list[list[int]] = [[] for _ in range(size)]
         filled: list[list[int]] = [[] for _ in range(size)]
-        changed = np.flatnonzero(old != new)
-        for slot in changed.tolist():
-            holders = np.flatnonzero(old == new[slot])
-            near = holders[holders // slots == slot // slots]
-            source = int(near[0] if len(near) else holders[slot % len(holders)])
-            if source // slots == rank:
-                given[slot // slots].append(source % slots)
-            if slot // slots == rank:
-                filled[source // slots].append(slot % slots)
+        moves = False
+        for slot, expert in enumerate(placement.tolist()):
+            to, at = divmod(slot, slots)
+            near = [one for one in holders[expert] if one[0] == to]
+            if (to, at) in near and kept:
+                continue
+            moves = True
+            source, there = near[0] if near else holders[expert][slot % len(holders[expert])]
+            if source == rank:
+                given[to].append(there)
+            if to == rank:
+                filled[source].append(at)
         received = tuple(map(len, filled))
         return cls(
             given=tuple(chain.from_iterable(given)),
             sent=tuple(map(len, given)),
             filled=tuple(chain.from_iterable(filled)),
             received=received,
-            any=bool(len(changed)),
+            any=moves,
             came=sum(received) - received[rank],
         )
 
 
-def _move(module: Any, moves: Moves, communicator: Communicator) -> None:
-    """Move weights piece by piece: some rows of all experts that go, so that a slot is read before it is written."""
-    for name in WEIGHTS:
-        weight = module._parameters.get(name)
-        if weight is None:
-            continue
-        given, filled = (torch.tensor(s, dtype=torch.int64, device=weight.device) for s in (moves.given, moves.filled))
-        row = max(weight[:, 0].numel() * weight.element_size(), 1)
-        for piece in weight.split(max(PIECE // row, 1), 1):
-            came = communicator.all_to_all(piece.index_select(0, given), moves.sent, moves.received).finish()
-            piece.index_copy_(0, filled, came)
+def move(weight: torch.Tensor, room: torch.Tensor, moves: Moves, communicator: Communicator, most: int) -> None:
+    """Move weights piece by piece: some rows of all experts that go, so that a slot is read before it is written.
+
+    Args:
+        weight: [slots before, rows, ...].
+        room: [slots after, rows, ...], which may be the same memory.
+        most: most slots of a rank, so that all ranks cut alike.
+    """
+    given, filled = (torch.tensor(s, dtype=torch.int64, device=weight.device) for s in (moves.given, moves.filled))
+    row = max(most * weight[0, :1].numel() * weight.element_size(), 1)
+    count = max(PIECE // row, 1)
+    for piece, into in zip(weight.split(count, 1), room.split(count, 1), strict=True):
+        came = communicator.all_to_all(piece.index_select(0, given), moves.sent, moves.received).finish()
+        if len(came):
+            into.index_copy_(0, filled, came)
