@@ -51,11 +51,7 @@ async def create_embedding(state: ServerState, request: Request) -> Response:
     params = PoolingParams(task="embed", dimensions=fields.dimensions, normalize=fields.normalize)
     prompts = as_prompts("input", fields.input)
     name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
-    as_text = fields.encoding_format == "base64"
-    data = [
-        Embedding(index=index, embedding=_base64(one) if as_text else one.tolist())
-        for index, one in enumerate(_vectors(outputs))
-    ]
+    data = [Embedding(index=index, embedding=one) for index, one in enumerate(_written(outputs, fields))]
     return json_response(Embeddings(data=data, model=name, usage=_usage(outputs)))
 
 
@@ -93,11 +89,7 @@ async def create_pooling(state: ServerState, request: Request) -> Response:
     )
     prompts = as_prompts("input", fields.input)
     name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
-    as_text = fields.encoding_format == "base64"
-    data = [
-        Pooled(index=index, data=_base64(one) if as_text else one.tolist())
-        for index, one in enumerate(_vectors(outputs))
-    ]
+    data = [Pooled(index=index, data=one) for index, one in enumerate(_written(outputs, fields))]
     created = int(time.time())
     return json_response(PooledList(id=new_id("pool"), created=created, model=name, data=data, usage=_usage(outputs)))
 
@@ -188,6 +180,14 @@ def _vectors(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> list[torch.T
 def _usage(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> PoolingUsage:
     count = sum(len(output.prompt_token_ids) for output in outputs)
     return PoolingUsage(count, count)
+
+
+def _written(
+    outputs: list[PoolingRequestOutput[PoolingOutput]], fields: EmbeddingFields | PoolFields
+) -> list[list[Any] | str]:
+    """Return the outputs in the form that a request asks for."""
+    found = _vectors(outputs)
+    return [_base64(one) if fields.encoding_format == "base64" else one.tolist() for one in found]
 
 
 def _base64(vector: torch.Tensor) -> str:
