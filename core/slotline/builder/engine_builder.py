@@ -309,7 +309,7 @@ class EngineBuilder:
             device=planned.device,
             dtype=planned.plan.dtype,
             task=planned.task,
-            optimize=config.optimize and config.compile.mode == "none",
+            optimize=config.optimize and not compiler_backend(config),
             offload_bytes=int(config.offload_gib * 2**30),
             batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,

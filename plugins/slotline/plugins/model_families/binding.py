@@ -10,7 +10,7 @@ sequences, which would cost a device synchronisation in every forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -186,13 +186,29 @@ def slot_attention(
     slot = module.slotline_slot
     if slot.holder.kept is not None and query.shape[2] != key.shape[2]:  # keys of a layer that had all tokens
         key, value = (states.index_select(2, slot.holder.kept) for states in (key, value))
+    return attended(module, (query, key, value), s_aux, slot.attend, mla=slot.layer.mla)
+
+
+def attended(
+    module: Any,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sinks: torch.Tensor | None,
+    attend: Callable[..., torch.Tensor],
+    *,
+    mla: bool,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers' module expects of query, key and value as it gives them, see `slot_attention`.
+
+    Args:
+        attend: takes query [num_tokens, num_heads, head_size], key, value and sinks.
+        mla: whether keys are latents.
+    """
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
-    states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
-    if slot.layer.mla:
-        moved = latents.absorbed(module, states[0])
-        out = latents.expanded(module, slot.attend(moved, *states[1:], s_aux))
+    query, key, value = (states.transpose(1, 2)[0] for states in given)
+    if mla:
+        out = latents.expanded(module, attend(latents.absorbed(module, query), key, value, sinks))
     else:
-        out = slot.attend(*states, s_aux)
+        out = attend(query, key, value, sinks)
     return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
 
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from slotline.plugins.model_families import binding, latents
+from slotline.plugins.model_families import binding
 from slotline.registry.errors import ConfigError, ModelError
 from slotline.registry.loading import one_line
 
@@ -55,14 +55,13 @@ def operation_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for transformers as `binding.slot_attention` does, by the operation."""
-    states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
     number = module.slotline_number
-    if module.slotline_latent:
-        moved = latents.absorbed(module, states[0])
-        out = latents.expanded(module, torch.ops.slotline.attend(moved, *states[1:], s_aux, number))
-    else:
-        out = torch.ops.slotline.attend(*states, s_aux, number)
-    return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
+
+    def call(*given: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.slotline.attend(*given, number)
+        return out
+
+    return binding.attended(module, (query, key, value), s_aux, call, mla=module.slotline_latent)
 
 
 def compiled(hf_model: Any, loop: Loop, backend: str) -> tuple[Loop, tuple[str, ...]]:
