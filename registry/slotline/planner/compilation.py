@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import Config, LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Setting
 from slotline.registry.ranks import Place
 
@@ -48,7 +48,7 @@ def choose_compilation(
     Raises:
         NegotiationError: with every reason why it cannot be compiled.
     """
-    config, origin = loaded.config, loaded.origins[KEY].where
+    config = loaded.config
     if not compiler_backend(config):
         return ()
     texts = []
@@ -73,9 +73,7 @@ def choose_compilation(
     if form == "sharded":
         texts.append(f"weights in {str(facts.path)!r} were saved after the passes")
     if texts:
-        raise NegotiationError(
-            f"{KEY} = {config.compile.mode!r} ({origin}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = 'none'",
-        )
+        raise cannot_hold(loaded, KEY, repr(config.compile.mode), texts, "'none'")
+    origin = loaded.origins[KEY].where
     said = f"{origin}; each forward pass whole, by {config.compile.backend!r}, in place of the optimising passes"
     return (Setting(key=KEY, asked=config.compile.mode, resolved=config.compile.mode, origin=said, explicit=True),)

@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.planner.offers import Offers, narrowed
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -70,10 +71,7 @@ def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are not on the device when they are looked at")
     if texts:
-        raise NegotiationError(
-            f"batch_invariant = true ({loaded.origins['batch_invariant'].where}) cannot hold: {'; '.join(texts)}",
-            fix="remove what it cannot hold beside, or set batch_invariant = false",
-        )
+        raise cannot_hold(loaded, "batch_invariant", "true", texts, "false")
 
 
 def choose_drafter(

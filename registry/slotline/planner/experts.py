@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.planner.best_plugin import best_plugin
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.contracts.model_family import Shard
@@ -67,10 +68,7 @@ def refuse_experts(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[A
                 )
         return
     if texts := list(_against(loaded, whole, family)):
-        raise NegotiationError(
-            f"{KEY} = {parallel.expert} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
-        )
+        raise cannot_hold(loaded, KEY, parallel.expert, texts, 1)
 
 
 def _against(loaded: LoadedConfig, whole: ModelFacts, family: Descriptor[Any]) -> Iterator[str]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from attrs import frozen
 
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Setting
 
 KEY = "cache.kv_sharing_fast_prefill"
@@ -92,9 +92,6 @@ def choose_fast_prefill(
         texts.append(f"model family {family.name!r}: {refusal}")
     texts += _against(task, drafter, stages)
     if texts:
-        raise NegotiationError(
-            f"{KEY} = true ({origin.where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = false",
-        )
+        raise cannot_hold(loaded, KEY, "true", texts, "false")
     setting = Setting(key=KEY, asked="true", resolved="true", origin=origin.where, explicit=True)
     return FastPrefill(layers=readers, settings=(setting,))

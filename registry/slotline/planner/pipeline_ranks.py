@@ -11,10 +11,10 @@ from typing import Any
 from attrs import evolve
 
 from slotline.planner.pipeline_parallel import Stages, divide
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, Stage
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Setting
 from slotline.registry.ranks import Place
 
@@ -86,10 +86,7 @@ def refuse_beside_stages(
     if config.extensions:
         texts.append(f"extensions {', '.join(map(repr, config.extensions))} see the steps of one rank")
     if texts:
-        raise NegotiationError(
-            f"{KEY} = {place.layout.pipeline} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
-        )
+        raise cannot_hold(loaded, KEY, place.layout.pipeline, texts, 1)
 
 
 def pipeline_setting(loaded: LoadedConfig, stages: tuple[Stage, ...], turns: int) -> tuple[Setting, ...]:

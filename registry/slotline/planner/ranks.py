@@ -10,6 +10,7 @@ from attrs import evolve, frozen
 from slotline.planner.best_plugin import best_plugin
 from slotline.planner.component_selection import device_need
 from slotline.planner.experts import refuse_experts, replicas_share_experts, with_experts
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.capability import GraphSupport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
@@ -108,10 +109,7 @@ def _refuse_sequence(loaded: LoadedConfig, family: Descriptor[Any], size: int) -
     if config.cache.kv_sharing_fast_prefill:
         texts.append("cache.kv_sharing_fast_prefill = true: the last layers have other tokens than the first")
     if texts:
-        raise NegotiationError(
-            f"{SEQUENCE} = true ({loaded.origins[SEQUENCE].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {SEQUENCE} = false",
-        )
+        raise cannot_hold(loaded, SEQUENCE, "true", texts, "false")
 
 
 def inspect_shard(

@@ -6,9 +6,10 @@ from attrs import evolve
 
 from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import asked_for, keys_of, layout_of
+from slotline.planner.refusals import cannot_hold
 from slotline.registry.config import LoadedConfig
 from slotline.registry.devices import Devices, called
-from slotline.registry.errors import ConfigError, NegotiationError
+from slotline.registry.errors import ConfigError
 from slotline.registry.negotiation import Setting
 
 KEY = "parallel.data"
@@ -57,10 +58,7 @@ def refuse_beside_replicas(loaded: LoadedConfig) -> None:
     if config.parallel.context_shards != 1:
         texts.append(f"parallel.context_shards = {config.parallel.context_shards!r} divides the keys in one process")
     if texts:
-        raise NegotiationError(
-            f"{KEY} = {config.parallel.data} ({loaded.origins[KEY].where}) cannot hold: {'; '.join(texts)}",
-            fix=f"remove what it cannot hold beside, or set {KEY} = 1",
-        )
+        raise cannot_hold(loaded, KEY, config.parallel.data, texts, 1)
 
 
 def replicas_setting(loaded: LoadedConfig) -> tuple[Setting, ...]:
