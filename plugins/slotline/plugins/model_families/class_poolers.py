@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 
 from slotline.kernels.async_copy import to_device
 from slotline.plugins.model_families import logit_score, sentence_transformers
+from slotline.plugins.model_families.dense_layers import torch_activation
 from slotline.registry.contracts import PooledTexts, PoolingMethod, PoolingParams
 from slotline.registry.errors import ModelError
 
@@ -134,7 +135,7 @@ def activation_of(path: Path, config: Any, num_labels: int) -> tuple[str, Callab
     """
     named = sentence_transformers.activation_of(path, config)
     if named is not None:
-        activation = _ACTIVATIONS.get(named.rpartition(".")[2]) if named.startswith("torch.nn.") else None
+        activation = torch_activation(named, _ACTIVATIONS)
         if activation is None:
             served = ", ".join(f"torch.nn.{name}" for name in _ACTIVATIONS)
             raise ModelError(f"{path} names the activation {named!r}", fix=f"use one of {served}")

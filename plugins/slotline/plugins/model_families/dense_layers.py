@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -88,6 +88,13 @@ class DenseLayer:
         return out + (states if self.residual is True else torch.nn.functional.linear(states, self.residual))
 
 
+def torch_activation(
+    name: str, served: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return the activation of a class of torch.nn by its path, None if it is not one of the `served` by name."""
+    return served.get(name.rpartition(".")[2]) if name.startswith("torch.nn.") else None
+
+
 def _read(folder: Path, device: torch.device) -> DenseLayer:
     """Read a layer.
 
@@ -106,7 +113,7 @@ def _read(folder: Path, device: torch.device) -> DenseLayer:
             f"the linear layer of {folder / 'config.json'} cannot be read: {error}", fix="restore it"
         ) from error
     name = str(config.get("activation_function") or "torch.nn.Tanh")
-    activation = _ACTIVATIONS.get(name.rpartition(".")[2]) if name.startswith("torch.nn.") else None
+    activation = torch_activation(name, _ACTIVATIONS)
     if activation is None:
         raise ModelError(
             f"{folder / 'config.json'}: activation_function = {safe_repr(name)}",
