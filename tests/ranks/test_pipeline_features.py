@@ -109,9 +109,8 @@ def over_stages(path: Path, **settings: Any) -> tuple[list[int], list[float]]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"num_hidden_layers": 2, "intermediate_size": 128}
-    return tiny_models.build("llama", tmp_path_factory.mktemp("plain") / "model", **sizes)
+def plain(tiny: Tiny) -> Path:
+    return tiny("llama", num_hidden_layers=2, intermediate_size=128)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ Replicas run as threads here. `test_sharing_processes.py` has processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 from sharing_threads import Replicas, sharing_replicas
 from tiny_engines import DEFAULTS
 
@@ -23,8 +22,8 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
+def mixtral(tiny: Callable[..., Path]) -> Path:
+    return tiny("mixtral")
 
 
 @pytest.fixture(scope="module")

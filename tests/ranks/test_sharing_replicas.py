@@ -47,8 +47,8 @@ SLOW = ("qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("mixtral", tmp_path_factory.mktemp("mixtral") / "model")
+def mixtral(tiny: Callable[..., Path]) -> Path:
+    return tiny("mixtral")
 
 
 @pytest.fixture(scope="module")

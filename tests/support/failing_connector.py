@@ -5,14 +5,15 @@ With a `part` it fails only on the ranks that have it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from attrs import field, frozen
+from kept_blocks import KeptBlocks
 
 from slotline.registry.capability import Set
-from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import CacheBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
 
@@ -22,7 +23,7 @@ class Options:
     part: str = field(default="")
 
 
-class Failing:
+class Failing(KeptBlocks):
     descriptor: Descriptor[Any] = Descriptor(
         kind=Kind.KV_CONNECTOR,
         name="failing",
@@ -32,26 +33,14 @@ class Failing:
     )
 
     def __init__(self, context: KVConnectorContext) -> None:
-        self.context = context
-        self.how = context.options.how if context.options.part in context.part else "never"
-        self.blocks: dict[tuple[int, BlockHash], torch.Tensor] = {}
-        self.broken: set[int] = set()
+        super().__init__(context, context.options.how if context.options.part in context.part else "never")
         self.loading = False
-
-    def _fail(self, where: str) -> None:
-        if self.how == where:
-            raise OSError("no such store")
-
-    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
-        self._fail("held")
-        return [(group, one) in self.blocks for one in hashes]
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         self.loading = bool(loads)
         for one in saves:
             self._fail("save")
-            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
-            self.context.copy.to_host(one.group, [one.block], [row])
+            row = self._read(one)
             if self.how != "forgets" or one.block_hash[0] % 2:
                 self.blocks[one.group, one.block_hash] = row
         for number, one in enumerate(loads):
@@ -60,16 +49,12 @@ class Failing:
             if self.how == "late" or (self.how == "some" and number % 3 == 2):
                 row = torch.full_like(row, 77)  # what a later reader must not take for keys
                 self.broken.add(one.block)
-            self.context.copy.to_device(one.group, [one.block], [row])
+            self._write(one, row)
 
     def wait(self) -> None:
         if self.loading:
             self._fail("wait")
 
-    def failed(self) -> Collection[int]:
+    def failed(self) -> set[int]:
         self._fail("failed")
-        broken, self.broken = self.broken, set()
-        return broken
-
-    def reset(self) -> None:
-        self.blocks.clear()
+        return super().failed()

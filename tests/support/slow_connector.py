@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from kept_blocks import KeptBlocks
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import CacheBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
 
@@ -19,7 +20,7 @@ class Options:
     how: str = field(default="never")
 
 
-class Slow:
+class Slow(KeptBlocks):
     """Blocks that are on their way hold what no reader may take for keys."""
 
     descriptor: Descriptor[Any] = Descriptor(
@@ -31,26 +32,15 @@ class Slow:
     )
 
     def __init__(self, context: KVConnectorContext) -> None:
-        self.context, self.how, self.polls = context, context.options.how, context.options.polls
-        self.blocks: dict[tuple[int, BlockHash], torch.Tensor] = {}
+        super().__init__(context, context.options.how)
+        self.polls = context.options.polls
         self.coming: list[tuple[int, CacheBlock]] = []  # each with its polls that are left
         self.here: set[int] = set()
-        self.broken: set[int] = set()
         self.calls = 0
-
-    def _fail(self, where: str) -> None:
-        if self.how == where:
-            raise OSError("no such store")
-
-    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
-        self._fail("held")
-        return [(group, one) in self.blocks for one in hashes]
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         for one in saves:
-            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
-            self.context.copy.to_host(one.group, [one.block], [row])
-            self.blocks[one.group, one.block_hash] = row
+            self.blocks[one.group, one.block_hash] = self._read(one)
         if loads:
             self._fail("start")
         for number, one in enumerate(loads):
@@ -70,16 +60,9 @@ class Slow:
         here, self.here = self.here, set()
         return here
 
-    def failed(self) -> Collection[int]:
-        broken, self.broken = self.broken, set()
-        return broken
-
     def finish(self) -> None:
         self._end([one for _, one in self.coming])
         self.coming = []
-
-    def reset(self) -> None:
-        self.blocks.clear()
 
     def _end(self, loads: Sequence[CacheBlock]) -> None:
         for one in loads:
@@ -89,6 +72,3 @@ class Slow:
             else:
                 self._write(one, row)
                 self.here.add(one.block)
-
-    def _write(self, block: CacheBlock, row: torch.Tensor) -> None:
-        self.context.copy.to_device(block.group, [block.block], [row])
