@@ -194,7 +194,7 @@ def test_moves_lead_from_one_placement_to_another(case: tuple[Any, int, int], ra
     old, new = both[0], settled(both[1], both[0], ranks)
     assert busiest(loads, new, ranks) == pytest.approx(busiest(loads, both[1], ranks))
     assert (old != new).sum() <= (old != both[1]).sum()
-    moves = [Moves.between(old.reshape(ranks, -1), new, rank, ranks) for rank in range(ranks)]
+    moves = [Moves.between(list(old.reshape(ranks, -1)), new, rank, ranks) for rank in range(ranks)]
     held = old.reshape(ranks, -1).copy()
     parts = [np.split(held[rank][list(one.given)], np.cumsum(one.sent)[:-1]) for rank, one in enumerate(moves)]
     for rank, one in enumerate(moves):

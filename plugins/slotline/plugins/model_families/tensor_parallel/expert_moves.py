@@ -45,7 +45,7 @@ class SharedMixtures:
         came = 0
         for module, old, new in zip(self._modules, self.placements(), placements, strict=True):
             rank, ranks = self._communicator.rank, self._communicator.size
-            moves = Moves.between(old.reshape(ranks, -1), new, rank, ranks)
+            moves = Moves.between(list(old.reshape(ranks, -1)), new, rank, ranks)
             if not moves.any:
                 continue
             with torch.no_grad():
