@@ -133,7 +133,7 @@ def ask(server: RunningServer, document: dict[str, Any], path: str, mode: Genera
         if mode is GenerationMode.POSITIVE and path in LIMITS:
             bound(case.body, LIMITS[path])
         answer = case.call(base_url=server.url)
-        assert "Traceback" not in answer.text
+        assert "Traceback (most recent" not in answer.text  # the model may well write the first word
         case.validate_response(answer, excluded_checks=[positive_data_acceptance])
         statuses.append(answer.status_code)
 

@@ -142,11 +142,12 @@ class GlooCommunicator(TorchCommunicator):
         """
         assert work is not None  # gloo works on the host
         while True:
+            ended = work.is_completed()  # asked first: work may end just as a slice does
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if self._aborted.is_set() or work.is_completed():
+                if self._aborted.is_set() or ended:
                     raise self._failed(what, error) from error
 
     def wait_for_peer(self, work: distributed.Work | None, what: str) -> None:
