@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from slotline.plugins.model_families import processors
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.remote_code import remote_code
 
 EXAMPLE_SIZE = 1024
-"""Width and height of the made-up image; processors resize or cut images, so few give more embeddings."""
+EXAMPLE_SIDES = (1024, 768, 512, 341)
+"""Pixels of the longer and the shorter side of made-up images. Processors resize images or cut them into tiles by their
+proportions, so few others give more embeddings."""
 _TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -46,10 +49,8 @@ class ImageProcessing:
         self._modality = modality
 
     def _read(self, path: Path) -> Any:
-        """Return the processor of a folder."""
-        from transformers import AutoProcessor
-
-        processor = AutoProcessor.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        """Return the processor of a folder, without its parts for videos and sound."""
+        processor = processors.for_images(path)
         self._token = processor.image_token
         return processor
 
@@ -82,5 +83,6 @@ class ImageProcessing:
         )
 
     def example(self) -> ProcessedItem:
-        """Return a grey square."""
-        return self.process(self._image.new("RGB", (EXAMPLE_SIZE, EXAMPLE_SIZE), (128, 128, 128)))
+        """Return the grey rectangle with the most tokens."""
+        items = [self.process(self._image.new("RGB", (EXAMPLE_SIZE, side), (128, 128, 128))) for side in EXAMPLE_SIDES]
+        return max(items, key=lambda item: len(item.token_ids))

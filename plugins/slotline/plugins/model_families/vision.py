@@ -16,7 +16,13 @@ GRIDS: tuple[str, ...] = (
 TIMED: tuple[str, ...] = ("Qwen3VLForConditionalGeneration",)
 """Those that write times between the frames of a video."""
 
-ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration", *GRIDS)
+ARCHITECTURES: tuple[str, ...] = (
+    "InternVLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
+    *GRIDS,
+)
 """Every one is compared with transformers' own text by the tests. They have one shape: an encoder with a projector, and
 a decoder that reads its embeddings in the place of placeholder tokens, under plain causal attention."""
 

@@ -18,7 +18,7 @@ import torch
 from attrs import evolve
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading, weight_sizes
+from slotline.plugins.model_families import binding, checkpoint, image_rows, inspection, loading, weight_sizes
 from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.grid_images import AXES, GridProcessing, bare, grid_positions
@@ -77,9 +77,13 @@ class VisionModel(DecoderModel):
         if modality.name == VIDEO:
             times = times_writer(self.facts.path, self._rule.config) if self.facts.architecture in TIMED else None
             return VideoProcessing(self.facts.path, modality, self._rule.config.vision_config, times)
-        if self.facts.architecture not in GRIDS:
-            return ImageProcessing(self.facts.path, modality)
-        return GridProcessing(self.facts.path, modality, self._rule.config.vision_config.spatial_merge_size)
+        config = self._rule.config
+        if self.facts.architecture in GRIDS:
+            return GridProcessing(self.facts.path, modality, config.vision_config.spatial_merge_size)
+        if config.vision_config.model_type == image_rows.MODEL_TYPE:
+            side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+            return image_rows.RowProcessing(self.facts.path, modality, side)
+        return ImageProcessing(self.facts.path, modality)
 
     def axis_positions(
         self, token_ids: Sequence[int], items: Sequence[tuple[str, Mapping[str, torch.Tensor]]]

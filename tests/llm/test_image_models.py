@@ -1,0 +1,115 @@
+"""Models that see images, one table: transformers' own text, whatever chunks, caches, drafts and preemption do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_sights
+from engine_driver import GREEDY, recorded, recorded_items
+from tiny_sights import SIGHTS, answer, image
+
+from slotline.core import LLM
+
+pytest.importorskip("PIL", reason="image processors need Pillow")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Engines = Callable[..., LLM]
+Sight = Callable[[str], Path]
+Asked = Sequence[tuple[str, tuple[int, ...]]]
+
+TEXTS: Asked = [
+    ("def {} main(", (0,)),
+    ("class Row {}{} pass", (1, 0)),
+    ("import os, sys, json", ()),
+    ("The quick {} jumps over the {} word word", (2, 2)),
+    ("{}", (3,)),
+]
+ROOM: dict[str, Any] = {"max_model_len": 160, "memory": "16MiB"}
+KIB_PER_TOKEN = 4 * 2 * (16 + 16) * 4 // 1024
+
+
+@pytest.fixture(scope="module")
+def tiny_sight(tmp_path_factory: pytest.TempPathFactory) -> Sight:
+    root, made = tmp_path_factory.mktemp("sights"), dict[str, Path]()
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_sights.build(name, root / name)
+        return made[name]
+
+    return get
+
+
+def asked(name: str) -> Asked:
+    return [(text.replace("{}", SIGHTS[name].placeholder), seeds) for text, seeds in TEXTS]
+
+
+def generate(llm: LLM, prompts: Asked) -> list[Any]:
+    given = [
+        {"prompt": text, "multi_modal_data": {"image": [image(seed) for seed in seeds]}} for text, seeds in prompts
+    ]
+    return llm.generate(given, GREEDY, progress=False)
+
+
+def assert_same(name: str, path: Path, prompts: Asked, outputs: Sequence[Any]) -> None:
+    """The outputs are transformers' for prompts that its processor has expanded."""
+    wanted = [answer(name, path, text, seeds, 20) for text, seeds in prompts]
+    assert [output.prompt_token_ids for output in outputs] == [prompt for prompt, _ in wanted]
+    assert [output.outputs[0].token_ids for output in outputs] == [tokens for _, tokens in wanted]
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+def test_a_batch_gives_transformers_tokens_twice(name: str, tiny_sight: Sight, engines: Engines) -> None:
+    path = tiny_sight(name)
+    llm = engines(path, block_size=4, **ROOM)
+    first = generate(llm, asked(name))
+    assert_same(name, path, asked(name), first)
+    again = generate(llm, asked(name))
+    assert_same(name, path, asked(name), again)
+    assert all(output.metrics.num_cached_tokens > 0 for output in again)
+    other = [(text, tuple(seed + 4 for seed in seeds)) for text, seeds in asked(name)]  # other images of these sizes
+    found = generate(llm, other)
+    assert_same(name, path, other, found)
+    assert found[0].outputs[0].token_ids != first[0].outputs[0].token_ids  # what the image shows matters
+
+
+HARD: dict[str, dict[str, Any]] = {
+    "chunks": {"scheduler.max_batched_tokens": 5, "cache.prefix_caching": False},
+    "async": {"scheduler.max_batched_tokens": 7, "scheduler.async": True},
+    "drafts": {"scheduler.max_batched_tokens": 14, "drafter.name": "ngram"},
+    "preemption": {"scheduler.max_batched_tokens": 11, "memory": f"{100 * KIB_PER_TOKEN}KiB", "max_model_len": 96},
+}
+"""What cuts, repeats or delays steps."""
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("hard", HARD)
+@pytest.mark.parametrize("name", SIGHTS)
+def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: Sight, engines: Engines) -> None:
+    path = tiny_sight(name)
+    llm = engines(path, block_size=4, **{**ROOM, **HARD[hard]})
+    with recorded(llm) as steps, recorded_items(llm) as items:
+        outputs = generate(llm, asked(name))
+    assert_same(name, path, asked(name), outputs)
+    if hard == "chunks":
+        assert any(
+            feature.start < end < feature.end
+            for step, of_step in zip(steps, items, strict=True)
+            for row, feature in of_step.features
+            for end in [int((step.num_computed + step.num_scheduled)[step.rows.tolist().index(row)])]
+        )
+    if hard == "drafts":
+        assert llm.engine.extension("drafts").counts.proposed > 0
+    if hard == "preemption":
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIGHTS)
+def test_compiled_kernels_give_transformers_tokens(name: str, tiny_sight: Sight, engines: Engines) -> None:
+    path = tiny_sight(name)
+    llm = engines(path, block_size=16, backend="cpu", optimize=True, **ROOM)
+    assert_same(name, path, asked(name), generate(llm, asked(name)))

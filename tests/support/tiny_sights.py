@@ -1,0 +1,199 @@
+"""Tiny random checkpoints of models that see images of several sizes, one table, and what transformers answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import tiny_vision
+import torch
+import transformers
+from attrs import field, frozen
+
+SHAPES: tuple[tuple[int, int], ...] = ((16, 24), (24, 16), (32, 16), (16, 16))
+"""Height and width of the image of each seed, over and over."""
+_SIZES = {**tiny_models._SIZES, "vocab_size": 392}
+_VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_VISION |= {"initializer_range": 0.15}
+
+
+@frozen(kw_only=True)
+class TinySight:
+    """How to build one model.
+
+    Attributes:
+        placeholder: what stands for an image in a prompt.
+        tokens: special tokens by the tokenizer's attribute.
+        model: builds the model from the ids of these tokens.
+        image_processor: builds the image processor.
+        processor: the processor's class, read with an image processor and a tokenizer alone. None for `expanded`.
+        settings: of processor_config.json.
+        expanded: the tokens of an image in words, from what the image processor returns.
+    """
+
+    placeholder: str
+    tokens: Mapping[str, str]
+    model: Callable[[Mapping[str, int]], Any]
+    image_processor: Callable[[], Any]
+    processor: str
+    settings: Mapping[str, Any] = field(factory=dict)
+    expanded: Callable[[Any, int], str] | None = None
+
+
+def image(seed: int) -> Any:
+    """A PIL image of noise, of a size that depends on the seed."""
+    return tiny_vision.image(seed, *SHAPES[seed % len(SHAPES)])
+
+
+def build(name: str, path: Path) -> Path:
+    """Write a random checkpoint with tokenizer and image processor into `path`."""
+    sight = SIGHTS[name]
+    path.mkdir(parents=True, exist_ok=True)
+    tiny_models.build_tokenizer(path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=dict(sight.tokens))
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(0)
+    model = sight.model({key: tokenizer.convert_tokens_to_ids(text) for key, text in sight.tokens.items()})
+    tiny_models._widen(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    sight.image_processor().save_pretrained(path)
+    config = {"processor_class": sight.processor, **sight.settings}
+    (path / "processor_config.json").write_text(json.dumps(config))
+    return path
+
+
+def _mistral3(ids: Mapping[str, int]) -> Any:
+    vision = transformers.PixtralVisionConfig(**_VISION, image_size=32, patch_size=4)
+    config = transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=transformers.MistralConfig(**_SIZES, sliding_window=None),
+        image_token_index=ids["image_token"],
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def _pixtral(ids: Mapping[str, int]) -> Any:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.PixtralVisionConfig(**_VISION, image_size=32, patch_size=8),
+        text_config=transformers.MistralConfig(**_SIZES, sliding_window=None),
+        image_token_id=ids["image_token"],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _pixtral_processor() -> Any:
+    return transformers.PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=8)
+
+
+def _rows(found: Any, index: int) -> str:
+    height, width = (int(size) // 8 for size in found["image_sizes"][index])
+    return "[IMG_BREAK]".join(["[IMG]" * width] * height) + "[IMG_END]"
+
+
+def _internvl(ids: Mapping[str, int]) -> Any:
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(
+            **_VISION, image_size=[16, 16], patch_size=[4, 4], layer_scale_init_value=0.7
+        ),
+        text_config=transformers.Qwen2Config(**_SIZES),
+        image_token_id=ids["context_image_token"],
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    return transformers.InternVLForConditionalGeneration(config)
+
+
+def _tiles() -> Any:
+    size = {"height": 16, "width": 16}
+    return transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=3)
+
+
+_ROWS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+SIGHTS: Mapping[str, TinySight] = {
+    "mistral3": TinySight(
+        placeholder="[IMG]",
+        tokens=_ROWS,
+        model=_mistral3,
+        image_processor=_pixtral_processor,
+        processor="PixtralProcessor",
+        settings={"patch_size": 4, "spatial_merge_size": 2},
+        expanded=_rows,
+    ),
+    "pixtral": TinySight(
+        placeholder="[IMG]",
+        tokens=_ROWS,
+        model=_pixtral,
+        image_processor=_pixtral_processor,
+        processor="PixtralProcessor",
+        settings={"patch_size": 8},
+        expanded=_rows,
+    ),
+    "internvl": TinySight(
+        placeholder="<IMG_CONTEXT>",
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        model=_internvl,
+        image_processor=_tiles,
+        processor="InternVLProcessor",
+        settings={"image_seq_length": 4},
+    ),
+}
+"""Models by name."""
+
+
+class _Processor:
+    """transformers' processor of a folder without the parts that read sound or videos."""
+
+    def __init__(self, path: Path, sight: TinySight) -> None:
+        self._sight = sight
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        self._images = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        if sight.expanded is None:
+            original = getattr(transformers, sight.processor)
+            kind = type("Lone", (original,), {"check_argument_for_proper_class": lambda *_: None})
+            parts = {"tokenizer": self._tokenizer, "image_processor": self._images}
+            given = {name: parts.get(name) for name in original.get_attributes()}
+            self._whole = kind(**given, **sight.settings)
+
+    def __call__(self, text: str, images: Sequence[Any]) -> Mapping[str, Any]:
+        if not images:
+            return dict(self._tokenizer(text, return_tensors="pt"))
+        if self._sight.expanded is None:
+            return dict(self._whole(text=text, images=list(images), return_tensors="pt"))
+        found = dict(self._images(images=list(images), return_tensors="pt"))
+        first, *others = text.split(self._sight.placeholder)
+        texts = [self._sight.expanded(found, i) + other for i, other in enumerate(others)]
+        return {**found, **self._tokenizer("".join([first, *texts]), return_tensors="pt")}
+
+
+@cache
+def _oracle(name: str, path: Path) -> tuple[Any, _Processor]:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    )
+    return model.eval(), _Processor(path, SIGHTS[name])
+
+
+@cache
+def answer(name: str, path: Path, text: str, seeds: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and those of transformers' greedy generation, for a text with the images of these seeds."""
+    model, processor = _oracle(name, path)
+    inputs = processor(text, [image(seed) for seed in seeds])
+    inputs = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    with torch.no_grad():
+        out = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+    count = inputs["input_ids"].shape[1]
+    return out[0, :count].tolist(), out[0, count:].tolist()
