@@ -54,7 +54,10 @@ def build(name: str, path: Path) -> Path:
     sight = SIGHTS[name]
     path.mkdir(parents=True, exist_ok=True)
     tiny_models.build_tokenizer(path)
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens=dict(sight.tokens))
+    special = dict(sight.tokens)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        path, extra_special_tokens=special, trust_remote_code=False
+    )
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     model = sight.model({key: tokenizer.convert_tokens_to_ids(text) for key, text in sight.tokens.items()})
