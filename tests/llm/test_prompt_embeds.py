@@ -24,7 +24,7 @@ from tiny_vision import image
 
 from slotline.core import LLM, LoRARequest, SamplingParams
 from slotline.planner.plan import SMALL_MODEL
-from slotline.ranks.front_requests import sent_request
+from slotline.ranks.replicas.front_requests import sent_request
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 from tests.proposers.test_medusa import heads_of, written
 

@@ -18,7 +18,7 @@ from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, AsyncLLM, SamplingParams
 from slotline.planner.plan import make_plan
-from slotline.ranks.reports import BlockCounts
+from slotline.ranks.replicas.reports import BlockCounts
 from slotline.registry.config import load_config
 from slotline.registry.errors import NegotiationError
 from slotline.server.metrics import Metrics

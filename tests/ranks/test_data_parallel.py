@@ -27,7 +27,7 @@ from tiny_vision import image
 from slotline.core import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearchParams
-from slotline.ranks.replica_front import ReplicaFront
+from slotline.ranks.replicas.replica_front import ReplicaFront
 from slotline.registry.errors import ConfigError, NegotiationError, RankError, RequestError
 from slotline.registry.lora_request import LoRARequest
 

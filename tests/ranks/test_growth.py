@@ -18,7 +18,7 @@ from running_server import running_server
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.engine.engine import Engine
-from slotline.ranks import replica
+from slotline.ranks.replicas import replica
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import CapacityError, ConfigError, RankError, RequestError
 from slotline.registry.lora_request import LoRARequest
@@ -154,7 +154,7 @@ def test_wrong_numbers_are_refused(llm: LLM, one: LLM, monkeypatch: pytest.Monke
     def refuse(loaded: LoadedConfig, _there: object) -> None:
         raise ConfigError(f"{loaded.config.parallel.data} replicas need as many devices", fix="set fewer")
 
-    monkeypatch.setattr("slotline.ranks.growth.refuse_few_devices", refuse)
+    monkeypatch.setattr("slotline.ranks.replicas.growth.refuse_few_devices", refuse)
     with pytest.raises(ConfigError, match="9 replicas need as many devices"):
         llm.scale(9)
     assert len(llm.front.loads) == 2  # type: ignore[union-attr]

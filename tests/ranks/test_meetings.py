@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 
-from slotline.ranks.meetings import Meetings, Pass, join_meetings
+from slotline.ranks.replicas.meetings import Meetings, Pass, join_meetings
 from slotline.registry.errors import RankError
 from slotline.registry.ranks import Place, RankLayout
 

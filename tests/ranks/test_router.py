@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotline.ranks.router import BLOCK, WORTH, Router
+from slotline.ranks.replicas.router import BLOCK, WORTH, Router
 
 MARGIN = 4000
 

@@ -106,7 +106,7 @@ def test_one_that_cannot_be_built_leaves_the_others_with_their_experts(
     def fail(*_: object) -> None:
         raise CapacityError("no memory is left", fix="free some")
 
-    monkeypatch.setattr("slotline.ranks.replica.start_alone", fail)
+    monkeypatch.setattr("slotline.ranks.replicas.replica.start_alone", fail)
     with pytest.raises(CapacityError, match="no memory is left"):
         llm.scale(3)
     with pytest.raises(RequestError, match="two at least"):
@@ -120,7 +120,7 @@ def test_an_error_while_experts_move_ends_all(shared: tuple[LLM, Replicas], monk
     def fail(*_: object) -> None:
         raise ValueError("on purpose")
 
-    monkeypatch.setattr("slotline.ranks.regroup._placements", fail)
+    monkeypatch.setattr("slotline.ranks.replicas.regroup._placements", fail)
     with pytest.raises(RankError, match="replicas could not share experts anew"):
         llm.scale(3)
     with pytest.raises(RankError):

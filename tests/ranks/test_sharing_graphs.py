@@ -17,8 +17,8 @@ from sharing_threads import Replicas, sharing_replicas
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.ranks.agreed_shapes import AgreedShapes
-from slotline.ranks.meetings import EAGER, Pass
+from slotline.ranks.replicas.agreed_shapes import AgreedShapes
+from slotline.ranks.replicas.meetings import EAGER, Pass
 from slotline.registry.errors import ConfigError
 
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = ["]

@@ -23,7 +23,7 @@ from tiny_engines import DEFAULTS
 from slotline.core import LLM, SamplingParams
 from slotline.core.engine.engine import Engine
 from slotline.core.scheduler.integrity import check_integrity
-from slotline.ranks.sharing_engine import SharingEngine
+from slotline.ranks.replicas.sharing_engine import SharingEngine
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(60)]
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range(", "x = [", "# a comment\n"]

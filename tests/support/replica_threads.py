@@ -16,9 +16,9 @@ import pytest
 from attrs import define, field
 
 from slotline.core.engine.engine import Engine
-from slotline.ranks import front, replica, replica_front
-from slotline.ranks.replica import serve
-from slotline.ranks.replica_links import ReplicaLinks
+from slotline.ranks.replicas import front, replica, replica_front
+from slotline.ranks.replicas.replica import serve
+from slotline.ranks.replicas.replica_links import ReplicaLinks
 from slotline.ranks.start import start_engine
 from slotline.registry.config import LoadedConfig
 

@@ -16,11 +16,11 @@ from thread_ranks import Meetings, ThreadGroup
 
 from slotline.planner.plan import make_plan
 from slotline.plugins.model_families.tensor_parallel.threads import Meeting
-from slotline.ranks import front, regroup, replica, replica_front
-from slotline.ranks.meetings import join_meetings
-from slotline.ranks.replica_links import ReplicaLinks
-from slotline.ranks.sharing import MeetingAddress, build_sharing, place_of
-from slotline.ranks.sharing_engine import SharingEngine
+from slotline.ranks.replicas import front, regroup, replica, replica_front
+from slotline.ranks.replicas.meetings import join_meetings
+from slotline.ranks.replicas.replica_links import ReplicaLinks
+from slotline.ranks.replicas.sharing import MeetingAddress, build_sharing, place_of
+from slotline.ranks.replicas.sharing_engine import SharingEngine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import CommunicatorContext
 from slotline.registry.ranks import Place
@@ -57,7 +57,7 @@ class Replicas:
     _lock: threading.Lock = field(factory=threading.Lock)
 
     def start(self, loaded: LoadedConfig, number: int, address: MeetingAddress) -> SharingEngine:
-        """Build an engine as `slotline.ranks.sharing.start_sharing` does."""
+        """Build an engine as `slotline.ranks.replicas.sharing.start_sharing` does."""
         place = place_of(loaded, number)
         group: Any = self.join(place, address, 60.0)
         with group.meeting.turn:
@@ -67,13 +67,13 @@ class Replicas:
         return engine
 
     def start_alone(self, loaded: LoadedConfig, number: int) -> SharingEngine:
-        """Build an engine as `slotline.ranks.regroup.start_alone` does."""
+        """Build an engine as `slotline.ranks.replicas.regroup.start_alone` does."""
         with replica_threads.BUILDING:
             engine = self.engines[number] = regroup.start_alone(loaded, number)
         return engine
 
     def join(self, place: Place, address: MeetingAddress, _timeout: float) -> ThreadGroup:
-        """Join the other threads of a generation, as `slotline.ranks.sharing.join_replicas` does."""
+        """Join the other threads of a generation, as `slotline.ranks.replicas.sharing.join_replicas` does."""
         key = address.port, address.generation
         with self._lock:
             meetings = self._meetings.setdefault(key, FreeMeetings(FreeMeeting(place.size)))

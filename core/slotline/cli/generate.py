@@ -116,7 +116,7 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """Return the adapter of a folder or of a name: a loaded adapter, or a folder next to the model."""
-    from slotline.ranks.front import model_folder  # with torch, which light commands do without
+    from slotline.ranks.replicas.front import model_folder  # with torch, which light commands do without
     from slotline.registry.lora_request import LoRARequest
 
     own = model_folder(llm.front) / "adapters" / name

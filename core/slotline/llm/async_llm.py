@@ -29,8 +29,8 @@ from slotline.llm.pooled_texts import with_prompt
 from slotline.llm.scoring import Scoring, scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
-from slotline.ranks.front import Front, engine_of, failure_of, scale_front, start_front
-from slotline.ranks.growth import ScaleReport
+from slotline.ranks.replicas.front import Front, engine_of, failure_of, scale_front, start_front
+from slotline.ranks.replicas.growth import ScaleReport
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.turns import Answers, Turn, asked_tools, read_answers
-from slotline.ranks.front import Front
+from slotline.ranks.replicas.front import Front
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.text.template import tool_schemas

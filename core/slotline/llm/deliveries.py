@@ -11,7 +11,7 @@ from attrs import define, field
 from slotline.core.batch.request import Request
 from slotline.core.engine.output_processor import StepResult
 from slotline.llm.output_stream import Ending, OutputStream, Part, Update
-from slotline.ranks.front import Front, refusal_of
+from slotline.ranks.replicas.front import Front, refusal_of
 from slotline.registry.errors import EngineFailedError, IntegrityError, SlotlineError
 from slotline.registry.loading import one_line
 

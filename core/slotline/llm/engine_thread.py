@@ -9,8 +9,8 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from slotline.core.engine.output_processor import StepResult
-from slotline.ranks.front import Front, end_front
-from slotline.ranks.replica_front import ReplicaFront
+from slotline.ranks.replicas.front import Front, end_front
+from slotline.ranks.replicas.replica_front import ReplicaFront
 from slotline.registry.errors import RequestError
 from slotline.registry.own_process import OwnProcess
 

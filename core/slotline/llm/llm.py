@@ -28,10 +28,10 @@ from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
-from slotline.ranks.front import Front, end_front, engine_of, scale_front, start_front
-from slotline.ranks.growth import ScaleReport
 from slotline.ranks.ranked_engine import RankedEngine
-from slotline.ranks.replica_front import ReplicaFront
+from slotline.ranks.replicas.front import Front, end_front, engine_of, scale_front, start_front
+from slotline.ranks.replicas.growth import ScaleReport
+from slotline.ranks.replicas.replica_front import ReplicaFront
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams

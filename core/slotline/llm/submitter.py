@@ -12,8 +12,8 @@ from slotline.core.api.prompts import Prompt, as_params
 from slotline.core.batch.request import Request
 from slotline.llm.best_of import single
 from slotline.llm.prompt_fields import prompt_fields
-from slotline.ranks.front import Front
-from slotline.ranks.replica_front import ReplicaFront
+from slotline.ranks.replicas.front import Front
+from slotline.ranks.replicas.replica_front import ReplicaFront
 from slotline.registry.contracts import PoolingForm, PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError

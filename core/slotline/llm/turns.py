@@ -10,7 +10,7 @@ from uuid import uuid4
 from attrs import define, evolve, field, frozen
 
 from slotline.core.api.outputs import CompletionOutput
-from slotline.ranks.front import Front
+from slotline.ranks.replicas.front import Front
 from slotline.registry.contracts import (
     ContentDelta,
     ReasoningDelta,

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from slotline.llm.async_llm import AsyncLLM
-from slotline.ranks.front import loads_of
+from slotline.ranks.replicas.front import loads_of
 from slotline.registry.errors import ConfigError
 from slotline.server.app import build_app
 from slotline.server.errors import HttpError

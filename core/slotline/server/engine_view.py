@@ -22,8 +22,8 @@ from slotline.core.batch.request import Request as EngineRequest
 from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.ranks.front import Front
-from slotline.ranks.replica_front import ReplicaFront
+from slotline.ranks.replicas.front import Front
+from slotline.ranks.replicas.replica_front import ReplicaFront
 from slotline.registry.errors import SlotlineError
 from slotline.server.http import encode
 from slotline.server.state import ServerState

@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
-from slotline.ranks.front import loads_of
-from slotline.ranks.reports import Load
+from slotline.ranks.replicas.front import loads_of
+from slotline.ranks.replicas.reports import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)

@@ -14,7 +14,7 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.llm.async_llm import AsyncLLM
-from slotline.ranks.front import engine_of
+from slotline.ranks.replicas.front import engine_of
 from slotline.server.errors import HttpError
 
 _PIECE = 1 << 20

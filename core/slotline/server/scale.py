@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slotline.ranks.growth import ScaleReport
+from slotline.ranks.replicas.growth import ScaleReport
 from slotline.registry.errors import ConfigError, RequestError, SlotlineError
 from slotline.server.errors import HttpError
 from slotline.server.fields import Fields

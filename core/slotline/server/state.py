@@ -18,7 +18,7 @@ from starlette.requests import Request
 from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
 from slotline.llm.output_stream import OutputKind
-from slotline.ranks.front import model_folder
+from slotline.ranks.replicas.front import model_folder
 from slotline.registry.config.schema import ServerConfig
 from slotline.registry.config.validators import size_in_bytes
 from slotline.registry.contracts.sampling_params import SamplingParams

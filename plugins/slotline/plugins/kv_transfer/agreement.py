@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
-from slotline.ranks.reports import BlockCounts
+from slotline.ranks.replicas.reports import BlockCounts
 
 Flags = npt.NDArray[np.bool_]
 

@@ -15,7 +15,7 @@ from slotline.core.batch.request_table import NO_LIMIT
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
 from slotline.plugins.kv_transfer.connector import build_transfers
-from slotline.ranks.reports import BlockCounts
+from slotline.ranks.replicas.reports import BlockCounts
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
 
 

@@ -25,8 +25,8 @@ from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import layout_of
 from slotline.ranks.child import be_child_of
 from slotline.ranks.logs import log_as
-from slotline.ranks.regroup import start_alone
-from slotline.ranks.reports import (
+from slotline.ranks.replicas.regroup import start_alone
+from slotline.ranks.replicas.reports import (
     ADDRESS,
     NUMBER,
     Abort,
@@ -42,8 +42,8 @@ from slotline.ranks.reports import (
     load_of,
     sendable,
 )
-from slotline.ranks.sharing import start_sharing
-from slotline.ranks.sharing_engine import SharingEngine
+from slotline.ranks.replicas.sharing import start_sharing
+from slotline.ranks.replicas.sharing_engine import SharingEngine
 from slotline.ranks.start import start_engine
 
 QUIET = 0.25

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
-from slotline.ranks.reports import Abort, Add
+from slotline.ranks.replicas.replica_links import ReplicaLink, ReplicaLinks
+from slotline.ranks.replicas.reports import Abort, Add
 from slotline.registry.errors import RequestError
 from slotline.registry.loading import one_line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slotline.core.batch.graph_dispatcher import GraphShape
-from slotline.ranks.meetings import EAGER, Pass
+from slotline.ranks.replicas.meetings import EAGER, Pass
 
 
 class AgreedShapes:

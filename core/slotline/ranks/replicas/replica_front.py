@@ -23,14 +23,14 @@ from slotline.core.engine.output_builder import request_output
 from slotline.core.engine.output_processor import StepResult
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.scheduler.admission import EngineLimits, check_request
-from slotline.ranks.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
-from slotline.ranks.front_requests import NOBODY, FrontRows, SentRequest, sent_request
-from slotline.ranks.growth import Growth, ScaleReport
-from slotline.ranks.outboxes import Outboxes
 from slotline.ranks.ranked_engine import interrupts_later
-from slotline.ranks.replica_links import ReplicaLink, ReplicaLinks
-from slotline.ranks.reports import Abort, Add, Load, Report
-from slotline.ranks.router import Router
+from slotline.ranks.replicas.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
+from slotline.ranks.replicas.front_requests import NOBODY, FrontRows, SentRequest, sent_request
+from slotline.ranks.replicas.growth import Growth, ScaleReport
+from slotline.ranks.replicas.outboxes import Outboxes
+from slotline.ranks.replicas.replica_links import ReplicaLink, ReplicaLinks
+from slotline.ranks.replicas.reports import Abort, Add, Load, Report
+from slotline.ranks.replicas.router import Router
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import ResponseParser
 from slotline.registry.errors import EngineFailedError, RequestError, SlotlineError

@@ -23,10 +23,10 @@ from slotline.core.engine.output_processor import StepResult
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.kernels.device_scope import on_device
 from slotline.planner.plan import Planned
-from slotline.ranks.agreed_shapes import AgreedShapes
 from slotline.ranks.expert_balance import ExpertBalance
 from slotline.ranks.group import RankGroup, waits_in
-from slotline.ranks.meetings import Meetings
+from slotline.ranks.replicas.agreed_shapes import AgreedShapes
+from slotline.ranks.replicas.meetings import Meetings
 from slotline.ranks.stacks import lost_others
 
 _CAUSE = 2.0

@@ -18,14 +18,14 @@ from slotline.core.engine.stop_checker import StopChecker
 from slotline.planner.experts import replicas_share_experts
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
-from slotline.ranks.front_requests import SentRequest
-from slotline.ranks.growth import Growth, ScaleReport
 from slotline.ranks.launchers import refuse_replicas_elsewhere
-from slotline.ranks.replica_front import FrontHandOut, ReplicaFront
-from slotline.ranks.replica_links import ReplicaLinks
-from slotline.ranks.reports import Load, load_of
-from slotline.ranks.router import BLOCK, Router
-from slotline.ranks.shared_growth import SharedGrowth
+from slotline.ranks.replicas.front_requests import SentRequest
+from slotline.ranks.replicas.growth import Growth, ScaleReport
+from slotline.ranks.replicas.replica_front import FrontHandOut, ReplicaFront
+from slotline.ranks.replicas.replica_links import ReplicaLinks
+from slotline.ranks.replicas.reports import Load, load_of
+from slotline.ranks.replicas.router import BLOCK, Router
+from slotline.ranks.replicas.shared_growth import SharedGrowth
 from slotline.ranks.start import end_engine, start_engine
 from slotline.ranks.start import failure_of as failure_of_engine
 from slotline.registry.config import LoadedConfig

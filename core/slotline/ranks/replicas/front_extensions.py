@@ -12,7 +12,7 @@ from attrs import define, field
 
 from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput
 from slotline.core.engine.engine import Engine
-from slotline.ranks.front_requests import SentRequest
+from slotline.ranks.replicas.front_requests import SentRequest
 from slotline.registry.contracts import PoolingForm
 from slotline.registry.errors import RequestError
 from slotline.registry.loading import one_line

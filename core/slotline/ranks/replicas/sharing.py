@@ -18,8 +18,8 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import layout_of
 from slotline.ranks.expert_balance import build_expert_balance
 from slotline.ranks.group import RankGroup, join_store, refuse_without_gloo
-from slotline.ranks.meetings import join_meetings
-from slotline.ranks.sharing_engine import SharingEngine
+from slotline.ranks.replicas.meetings import join_meetings
+from slotline.ranks.replicas.sharing_engine import SharingEngine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.ranks import Place
 

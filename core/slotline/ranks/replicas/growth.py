@@ -10,14 +10,14 @@ from attrs import define, evolve, field, frozen
 
 from slotline.planner.plan import Planned
 from slotline.planner.replicas import KEY, refuse_few_devices, replicas_setting
-from slotline.ranks.replica_links import ReplicaLink
+from slotline.ranks.replicas.replica_links import ReplicaLink
 from slotline.registry.config import LoadedConfig, Origin
 from slotline.registry.devices import Devices
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
-    from slotline.ranks.replica_front import ReplicaFront
+    from slotline.ranks.replicas.replica_front import ReplicaFront
     from slotline.registry.negotiation import Plan
 
 

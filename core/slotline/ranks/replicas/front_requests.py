@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 
 from slotline.core.batch.request import UNSAMPLED, Request, Status
-from slotline.ranks.reports import End, News
+from slotline.ranks.replicas.reports import End, News
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.text.tokenizer import Tokenizer, with_bad_words
 

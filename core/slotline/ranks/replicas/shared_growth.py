@@ -10,16 +10,16 @@ from attrs import define, evolve
 
 from slotline.planner.plan import make_plan
 from slotline.planner.ranks import layout_of
-from slotline.ranks.growth import Growth, resized
-from slotline.ranks.regroup import can_regroup, regroup
-from slotline.ranks.replica_links import ReplicaLink
+from slotline.ranks.replicas.growth import Growth, resized
+from slotline.ranks.replicas.regroup import can_regroup, regroup
+from slotline.ranks.replicas.replica_links import ReplicaLink
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError, RankError, RequestError
 from slotline.registry.loading import one_line
 from slotline.registry.ranks import Place
 
 if TYPE_CHECKING:
-    from slotline.ranks.replica_front import ReplicaFront
+    from slotline.ranks.replicas.replica_front import ReplicaFront
     from slotline.registry.negotiation import Plan
 
 

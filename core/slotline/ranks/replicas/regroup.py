@@ -21,10 +21,10 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import shard_of
 from slotline.ranks.expert_balance import build_expert_balance, build_placement, placements_of
 from slotline.ranks.group import RankGroup
-from slotline.ranks.lone import LoneGroup
-from slotline.ranks.meetings import join_meetings
-from slotline.ranks.sharing import PATIENCE, MeetingAddress, build_sharing, join_replicas, place_of
-from slotline.ranks.sharing_engine import SharingEngine
+from slotline.ranks.replicas.lone import LoneGroup
+from slotline.ranks.replicas.meetings import join_meetings
+from slotline.ranks.replicas.sharing import PATIENCE, MeetingAddress, build_sharing, join_replicas, place_of
+from slotline.ranks.replicas.sharing_engine import SharingEngine
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import Communicator
 

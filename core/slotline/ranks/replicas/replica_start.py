@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 
 from slotline.ranks.launch import Launched, environment_with, start_programs
-from slotline.ranks.reports import ADDRESS, NUMBER
+from slotline.ranks.replicas.reports import ADDRESS, NUMBER
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import RankError
 
@@ -48,7 +48,7 @@ def start_process(loaded: LoadedConfig, number: int, address: str) -> Launched:
     count = loaded.config.parallel.data
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
     environment = environment_with(**{ADDRESS: address, NUMBER: str(number), "OMP_NUM_THREADS": threads})
-    return start_programs("slotline.ranks.replica", {0: environment}, "replica", number)
+    return start_programs("slotline.ranks.replicas.replica", {0: environment}, "replica", number)
 
 
 def late(missing: Sequence[int], timeout: float) -> RankError:

@@ -24,9 +24,9 @@ from attrs import define, field
 from slotline.planner.experts import replicas_share_experts
 from slotline.ranks.launch import Launched, packed
 from slotline.ranks.messages import pickled
-from slotline.ranks.replica_start import Start, connect_replicas, late, start_process
-from slotline.ranks.reports import Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
-from slotline.ranks.sharing import MeetingAddress, open_meeting_place
+from slotline.ranks.replicas.replica_start import Start, connect_replicas, late, start_process
+from slotline.ranks.replicas.reports import Abort, Add, Answer, Batch, Call, Failed, Load, Ready, Report
+from slotline.ranks.replicas.sharing import MeetingAddress, open_meeting_place
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import RankError, SlotlineError
 
