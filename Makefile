@@ -22,10 +22,10 @@ demo: $(VENV)/ready  ## continue Python code with the small model that ships, th
 test: $(VENV)/ready  ## all tests but those marked slow
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not exhaustive"
 
-test-slow: $(VENV)/ready  ## the tests marked slow: whole suites, long texts, every family, new plugins' own tests
-	$(BIN)/pytest -n 2 --dist worksteal -q -m slow
+test-slow: $(VENV)/ready  ## the tests marked slow: whole suites, long texts, more families, new plugins' own tests
+	$(BIN)/pytest -n 2 --dist worksteal -q -m "slow and not exhaustive"
 
-test-exhaustive: $(VENV)/ready  ## every family and fault over ranks, stages and replicas, every mutant of communicators
+test-exhaustive: $(VENV)/ready  ## every family, fault and mutant, over ranks, stages and replicas as well
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m exhaustive
 
 lint: $(VENV)/ready

@@ -84,18 +84,27 @@ LONGEST = (
 
 
 def _spread(items: list[pytest.Item]) -> None:
-    """Mark as slow all but some parameters of a test that has the mark `spread`. Which ones are kept is the same for
-    any choice of tests on the command line, as long as all parameters of a test are collected.
+    """Mark as slow all but some parameters of a test that has the mark `spread`, and as exhaustive those beyond the
+    mark's `slow`. Which ones are kept is the same for any choice of tests on the command line, as long as all
+    parameters of a test are collected.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("spread"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for parameters in tests.values():
-        kept = parameters[0].get_closest_marker("spread").args[0]
-        for at, item in enumerate(parameters):
-            if at * kept // len(parameters) == (at - 1) * kept // len(parameters):
-                item.add_marker(pytest.mark.slow)
+        mark = parameters[0].get_closest_marker("spread")
+        left = _left_by(mark.args[0], parameters)
+        for item in left:
+            item.add_marker(pytest.mark.slow)
+        for item in _left_by(mark.kwargs.get("slow", len(left)), left):
+            item.add_marker(pytest.mark.exhaustive)
+
+
+def _left_by(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items without `count` of them that are evenly spread."""
+    size = max(len(items), 1)
+    return [item for at, item in enumerate(items) if at * count // size == (at - 1) * count // size]
 
 
 @pytest.hookimpl(tryfirst=True)

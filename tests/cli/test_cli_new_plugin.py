@@ -87,7 +87,7 @@ def test_a_new_plugin_has_all_that_a_package_needs(kind: str, projects: Mapping[
     assert "${{ vars.GPU_RUNNER }}" in (project / ".github/workflows/conformance.yml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tests_of_a_new_plugin_pass(kind: str, projects: Mapping[str, Path]) -> None:
     """Its own pytest.toml is used; among the tests is one that runs the conformance checks up to L3."""

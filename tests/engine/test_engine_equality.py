@@ -33,7 +33,7 @@ def expected(greedy: Greedy, path: Path, prompts: list[list[int]], count: int = 
     return [greedy(path, prompt, count) for prompt in prompts]
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(8, slow=8)
 @pytest.mark.parametrize(("backend", "optimize", "block_size"), [("torch", False, 4), ("cpu", True, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.behaviour(18, 36, 41, 46, 52, 62, 67, 85, 100, 108, 110)
@@ -56,7 +56,7 @@ def test_every_family_gives_transformers_tokens_in_mixed_chunked_shared_batches(
     assert hits == [(len(p) - 1) // block_size * block_size for p in PROMPTS]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(3, slow=2)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "bamba"])
 @pytest.mark.behaviour(152, 154)
@@ -74,7 +74,7 @@ def test_tokens_do_not_depend_on_how_keys_lie_in_a_block(
     assert sum(o.metrics.num_cached_tokens for o in outputs) > 0
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(3, slow=4)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16])

@@ -39,7 +39,7 @@ def poison(llm: LLM) -> None:
                 tensor.fill_(float("nan"))
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(8, slow=5)
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(46, 62, 153, 155)

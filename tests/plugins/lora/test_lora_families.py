@@ -12,7 +12,7 @@ from family_table import FAMILIES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=12)
 @pytest.mark.behaviour(75)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_with_adapters_on_its_layers_gives_peft_s_tokens_as_its_row_says(

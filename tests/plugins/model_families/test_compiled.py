@@ -26,7 +26,7 @@ STOCK: dict[str, Any] = {"compile.mode": "stock", "compile.backend": "eager"}
 SETTINGS: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 24, **STOCK}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v2", "qwen3_moe", "qwen2_sliding"])
 def test_chunks_hits_and_decodes_are_those_of_transformers(
     family: str, tiny: Callable[..., Path], engines: Callable[..., LLM], greedy: Callable[..., list[int]]
@@ -100,7 +100,7 @@ def test_explain_says_that_nothing_is_captured_and_what_takes_the_place_of_the_p
     assert "in place of the optimising passes" in setting.origin
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_inductor_gives_the_text_of_the_passes() -> None:
     params = SamplingParams(temperature=0, max_tokens=16)
     texts = [

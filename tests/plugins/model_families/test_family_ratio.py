@@ -226,7 +226,7 @@ def _encoder_errors(architecture: str, path: Path, unread: int) -> tuple[Errors,
     return *_against(found, rounded, answers), _used(llm)
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=10)
 @pytest.mark.parametrize("name", family_table.FAMILIES)
 @pytest.mark.behaviour(3, 18)
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(
@@ -247,7 +247,7 @@ def test_whisper_is_as_near_to_float32_as_transformers_own(
     assert ours.within(baseline)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(3, slow=3)
 @pytest.mark.parametrize("architecture", [*EMBEDDERS, *CLASSIFIERS])
 @pytest.mark.behaviour(13, 18, 35)
 def test_an_encoder_is_as_near_to_float32_as_transformers_own(

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=14)
 @pytest.mark.parametrize("name", family_table.FAMILIES)
 @pytest.mark.behaviour(18, 33, 39, 41, 46, 62)
 def test_a_family_gives_transformers_tokens_with_hits_and_preemptions_as_its_row_says(

@@ -76,7 +76,7 @@ def greedy(path: Path, architecture: str, prompt: list[int], count: int) -> list
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=6)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_an_unlisted_architecture_gives_the_text_of_transformers(model_type: str, made: Made) -> None:
     path = made(model_type, SERVED[model_type])

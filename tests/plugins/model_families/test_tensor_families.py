@@ -57,7 +57,7 @@ ENGINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(4, slow=3)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES]
 )

@@ -49,7 +49,7 @@ def test_only_what_follows_the_text_is_held(llm: LLM) -> None:
     assert begun >= 4
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1, slow=1)
 def test_a_batch_with_free_and_held_texts(llm: LLM) -> None:
     given = [params(None, 1), params("\n", 2), SamplingParams(temperature=1, seed=3, max_tokens=30), params("(", 4)]
     together = llm.generate(PROMPTS, given)
@@ -58,7 +58,7 @@ def test_a_batch_with_free_and_held_texts(llm: LLM) -> None:
     assert json.loads(together[0].outputs[0].text)["a"] in (1, 2)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1, slow=1)
 def test_a_text_that_never_comes_leaves_the_output_free(llm: LLM) -> None:
     (plain,) = llm.generate(PROMPTS[0], SamplingParams(temperature=1, seed=5, max_tokens=20))
     wanted = StructuredOutputsParams(json=SCHEMA, after="</never written>")
