@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
+from slotline.text.recordings import Samples, as_samples
 
 
 class AudioProcessing:
@@ -40,39 +42,100 @@ class AudioProcessing:
         self._num_states = num_states
 
     def process(self, audio: Any) -> ProcessedItem:
-        """Return the inputs of a recording: samples [n] between -1 and 1, or a pair of samples and their rate in Hz.
+        """Return the inputs of a recording.
+
+        Args:
+            audio: samples [n] between -1 and 1, a pair of samples and their rate in Hz, the bytes of a file, or a
+                mapping with the extractor's own `input_features` [mel bins, frames] of one window.
 
         Raises:
-            RequestError: if the samples are invalid, have another rate, or are too long for the model.
+            RequestError: if it is no recording, or too long for the model.
         """
-        samples, rate = self._read(audio)
-        wanted, longest = int(self._extractor.sampling_rate), int(self._extractor.n_samples)
-        if rate != wanted:
-            raise RequestError(f"the audio has {rate!r} samples a second, the model takes {wanted}", fix="resample it")
-        if len(samples) > longest:
-            raise RequestError(
-                f"the audio has {len(samples)} samples; the model hears {longest} at a time",
-                fix=f"cut it into pieces of at most {longest / wanted:g} seconds, each a prompt of its own",
-            )
-        features = self._extractor(samples, sampling_rate=wanted, return_tensors="pt").input_features[0]
-        return ProcessedItem(
-            modality=self._modality.name,
-            token_ids=[self._modality.placeholder_token_id] * self._num_states,
-            inputs={"input_features": features},
-        )
+        if isinstance(audio, Mapping):
+            return self._item(self._num_states, input_features=self._window(audio))
+        samples = self._heard(audio, "each a prompt of its own")
+        features = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt").input_features[0]
+        return self._item(self._num_states, input_features=features)
 
     def example(self) -> ProcessedItem:
         """Return a second of silence."""
-        return self.process(np.zeros(min(int(self._extractor.sampling_rate), int(self._extractor.n_samples))))
+        return self.process(np.zeros(min(self._rate, int(self._extractor.n_samples))))
 
-    def _read(self, audio: Any) -> tuple[npt.NDArray[np.float32], object]:
-        given, rate = audio if isinstance(audio, tuple) and len(audio) == 2 else (audio, self._extractor.sampling_rate)
-        try:
-            samples = np.asarray(given, np.float32)
-        except (TypeError, ValueError):
-            samples = np.zeros(0, np.float32)
-        if samples.ndim != 1 or len(samples) == 0 or not np.isfinite(samples).all():
+    @property
+    def _rate(self) -> int:
+        return int(self._extractor.sampling_rate)
+
+    def _heard(self, audio: Any, pieces: str) -> Samples:
+        """Return the samples of a recording that the model can hear at a time."""
+        samples, longest = as_samples(audio, self._rate), int(self._extractor.n_samples)
+        if len(samples) > longest:
             raise RequestError(
-                f"audio={audio!r:.60} is no recording", fix="give an array [n] of samples, or [(array, sampling rate)]"
+                f"the audio has {len(samples)} samples; the model hears {longest} at a time",
+                fix=f"cut it into pieces of at most {longest / self._rate:g} seconds, {pieces}",
             )
-        return samples, rate
+        return samples
+
+    def _window(self, audio: Mapping[str, Any]) -> torch.Tensor:
+        features = audio.get("input_features")
+        wanted = (int(self._extractor.feature_size), int(self._extractor.nb_max_frames))
+        if not isinstance(features, torch.Tensor) or features.shape != wanted or not features.isfinite().all():
+            shape = list(getattr(features, "shape", ()))
+            raise RequestError(
+                f"input_features {shape} of the audio are no window of {list(wanted)} finite numbers",
+                fix="give what the model's feature extractor returns for one window",
+            )
+        return features.float()
+
+    def _item(self, count: int, **inputs: torch.Tensor) -> ProcessedItem:
+        """Return an item of `count` embeddings."""
+        return ProcessedItem(
+            modality=self._modality.name, token_ids=[self._modality.placeholder_token_id] * count, inputs=inputs
+        )
+
+
+class MaskedProcessing(AudioProcessing):
+    """Recordings of Qwen2-Audio, which has no embeddings for the silence that fills the window."""
+
+    def process(self, audio: Any) -> ProcessedItem:
+        """Return the inputs of a recording and a mask of its frames, see `AudioProcessing.process`."""
+        samples = self._heard(audio, "each an item of its own")
+        found = self._extractor(
+            samples,
+            sampling_rate=self._rate,
+            padding="max_length",
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        mask = found["attention_mask"][0]
+        frames = (int(mask.sum()) - 1) // 2 + 1  # behind the convolutions, whose stride is 2
+        count = (frames - 2) // 2 + 1  # behind the pooling of two
+        if count < 1:
+            raise RequestError(
+                f"the audio has {len(samples)} samples, too few for one embedding", fix="give a longer recording"
+            )
+        return self._item(count, input_features=found["input_features"][0], feature_attention_mask=mask)
+
+    def example(self) -> ProcessedItem:
+        """Return a whole window of silence, which has the most embeddings."""
+        return self.process(np.zeros(int(self._extractor.n_samples)))
+
+
+class WindowsProcessing(AudioProcessing):
+    """Recordings of Voxtral: as many windows as the recording needs, the last one filled with silence.
+
+    Args:
+        num_states: what the encoder makes of each window.
+    """
+
+    def process(self, audio: Any) -> ProcessedItem:
+        """Return the inputs [windows, mel bins, frames] of a recording, see `AudioProcessing.process`."""
+        found = self._extractor(
+            as_samples(audio, self._rate),
+            sampling_rate=self._rate,
+            truncation=False,
+            padding=True,
+            pad_to_multiple_of=int(self._extractor.n_samples),
+            return_tensors="pt",
+        )
+        windows = found["input_features"][0].unflatten(1, (-1, int(self._extractor.nb_max_frames))).transpose(0, 1)
+        return self._item(self._num_states * len(windows), input_features=windows.contiguous())

@@ -34,13 +34,15 @@ IMAGE, VIDEO = "image", "video"
 
 
 class TransformersVision(TransformersDecoder):
-    """Family of every model of `vision.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
+    """Family of every model of `architectures`. It keeps no state, so one instance may load many models."""
+
+    architectures: tuple[str, ...] = ARCHITECTURES
 
     def inspect(
         self, path: Path, *, quantized: bool = False, weights: bool = True, shard: Shard | None = None
     ) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
-        found = checkpoint.read(Path(path), ARCHITECTURES)
+        found = checkpoint.read(Path(path), self.architectures)
         weight_sizes.require_weights(found)
         facts = inspection.facts_of(_decoder_of(found), shard)
         with inspection.sizes_that_fit(found), torch.device("meta"):
@@ -54,10 +56,14 @@ class TransformersVision(TransformersDecoder):
             tasks=("generate",),
             num_parameters=facts.num_parameters + size,
             parts=facts.parts and evolve(facts.parts, embedding=facts.parts.embedding + size),
-            modalities=_modalities(found),
+            modalities=self.modalities(found),
             position_axes=AXES if found.architecture in GRIDS else 1,
             layer_embeds=_layer_embeds(found, facts),
         )
+
+    def modalities(self, found: Checkpoint) -> tuple[Modality, ...]:
+        """Return what a checkpoint takes besides text."""
+        return _modalities(found)
 
     def load(self, context: ModelContext) -> VisionModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
@@ -66,6 +72,8 @@ class TransformersVision(TransformersDecoder):
 
 class VisionModel(DecoderModel):
     """A loaded decoder with its vision encoder. Implements `MultimodalModel`."""
+
+    architectures: tuple[str, ...] = ARCHITECTURES
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -131,7 +139,7 @@ class VisionModel(DecoderModel):
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder as a separate causal model, and the rest of the base model."""
-        found = checkpoint.read(context.facts.path, ARCHITECTURES)
+        found = checkpoint.read(context.facts.path, self.architectures)
         whole = loading.load_transformers_model(context, found, attention="sdpa")
         encoder, decoder = whole.model, _decoder_of(found)
         self._rule = bare(encoder)
@@ -158,7 +166,7 @@ def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:
     Raises:
         ModelError: if the decoder has no more layers than that.
     """
-    count = len(getattr(found.config.vision_config, "deepstack_visual_indexes", None) or ())
+    count = len(getattr(getattr(found.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     if count >= len(facts.layers):
         raise ModelError(
             f"{found.architecture} in {found.path} has {count} deepstack_visual_indexes for {len(facts.layers)} layers",
