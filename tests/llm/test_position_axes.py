@@ -69,7 +69,7 @@ def expected(path: Path, asked: Asked) -> list[list[int]]:
     return [greedy_reference(path, text, seeds, 20) for text, seeds in asked]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, slow=4)
 @pytest.mark.parametrize(("backend", "optimize"), [("torch", False), ("cpu", True)])
 @pytest.mark.parametrize("name", tiny_grids.VARIANTS)
 @pytest.mark.behaviour(12, 25, 65, 66)
@@ -141,11 +141,13 @@ def test_drafts_leave_the_text_as_it_is(tiny_grid: Grid, engines: Engines) -> No
     assert 0 < counts.accepted < counts.proposed
 
 
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 @pytest.mark.behaviour(66)
 def test_rejected_drafts_of_a_step_in_flight_move_no_positions(
-    tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_grid()
+    path = tiny_grid(name)
     settings: dict[str, Any] = {"drafter.name": "foreseeing", "drafter.tokens": 3, "drafter.adaptive": False}
     settings |= {"plugins.inline": (f"{SUPPORT / 'device_drafter.py'}:Foreseeing",), "scheduler.async": True}
     llm = engines(path, **settings, **{"scheduler.max_batched_tokens": 12})
@@ -197,6 +199,31 @@ def test_stages_give_transformers_tokens(lean: bool, tiny_grid: Grid, engines: E
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
 
 
+@pytest.mark.spread(1)
+@pytest.mark.parametrize(("name", "asynchronous"), [("qwen3_5", False), ("qwen3_5_moe", True)])
+@pytest.mark.behaviour(12, 66)
+def test_layers_with_states_see_images(
+    name: str, asynchronous: bool, tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_grid(name)
+    settings = {"scheduler.max_batched_tokens": 7, "scheduler.async": asynchronous, "memory": "16MiB"}
+    llm = engines(path, block_size=4, **settings)
+    assert llm.engine.runner.model.facts.state_layers
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    step, count = llm.engine.step, iter(range(1000))
+
+    def preempting() -> Any:
+        if next(count) in (3, 6, 12):
+            llm.engine.scheduler._preempt_last()
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", preempting)
+    outputs = generate(llm, PROMPTS)
+    assert tokens(outputs) == expected(path, PROMPTS)
+    assert sum(output.metrics.num_preemptions for output in outputs) == 3
+    assert any(output.metrics.num_cached_tokens for output in outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "divided"), [("qwen2_vl", False), ("qwen3_vl", True)])
 def test_ranks_give_transformers_tokens(name: str, divided: bool, tiny_grid: Grid) -> None:
@@ -224,7 +251,7 @@ VIDEOS: Sequence[tuple[str, Sequence[int], Sequence[int]]] = [
 ]
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(2, slow=2)
 @pytest.mark.parametrize("name", tiny_grids.VARIANTS)
 @pytest.mark.behaviour(65)
 def test_videos_beside_images_give_transformers_tokens(name: str, tiny_grid: Grid, engines: Engines) -> None:

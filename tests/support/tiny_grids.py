@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.utils import is_torchvision_available
 
-VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VARIANTS: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -52,7 +52,14 @@ def build(name: str, path: Path) -> Path:
         "vision_end_token_id": tokens["<|vision_end|>"],
     }
     torch.manual_seed(0)
-    model = {"qwen2_vl": _qwen2, "qwen2_5_vl": _qwen2_5, "qwen3_vl": _qwen3}[name](ids)
+    model = {
+        "qwen2_vl": _qwen2,
+        "qwen2_5_vl": _qwen2_5,
+        "qwen3_vl": _qwen3,
+        "qwen3_vl_moe": _qwen3_moe,
+        "qwen3_5": _qwen3_5,
+        "qwen3_5_moe": _qwen3_5_moe,
+    }[name](ids)
     tiny_models._widen(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
@@ -81,15 +88,49 @@ def _qwen2_5(ids: dict[str, int]) -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
+_DEEP_VISION = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48}
+_DEEP_VISION |= {"num_position_embeddings": 16}
+_STACKED: dict[str, Any] = {**_DEEP_VISION, **_PATCHES, "deepstack_visual_indexes": [0, 2]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
 def _qwen3(ids: dict[str, int]) -> Any:
-    vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48}
-    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]}
-    config = transformers.Qwen3VLConfig(
-        text_config={**tiny_models._SIZES, "vocab_size": 392, "rope_parameters": _ROPE},
-        vision_config={**vision, **_PATCHES},
+    text = {**_SIZES, "head_dim": 16, "rope_parameters": _ROPE}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=_STACKED, **ids)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _qwen3_moe(ids: dict[str, int]) -> Any:
+    text = {**_SIZES, **_EXPERTS, "head_dim": 16, "rope_parameters": _ROPE}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=_STACKED, **ids)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "head_dim": 32,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+
+
+def _qwen3_5(ids: dict[str, int]) -> Any:
+    config = transformers.Qwen3_5Config(
+        text_config={**_SIZES, **_HYBRID}, vision_config={**_DEEP_VISION, **_PATCHES}, **ids
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def _qwen3_5_moe(ids: dict[str, int]) -> Any:
+    config = transformers.Qwen3_5MoeConfig(
+        text_config={**_SIZES, **_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 48},
+        vision_config={**_DEEP_VISION, **_PATCHES},
         **ids,
     )
-    return transformers.Qwen3VLForConditionalGeneration(config)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
 
 @cache

@@ -30,6 +30,7 @@ def causal_class(text_class: Any) -> Any:
         "forward": _forward,
         "config_class": text_class.config_class,
         "base_model_prefix": "model",
+        "_can_set_experts_implementation": pretrained._can_set_experts_implementation,  # read from its source
     }
     return type(text_class.__name__.replace("TextModel", "ForCausalLM"), (pretrained,), members)
 

@@ -118,8 +118,15 @@ REWARDERS: tuple[str, ...] = ("Qwen2ForRewardModel",)
 GENERATING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *OWN_ATTENTION, *STATE_ARCHITECTURES)
 SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS, *TAGGERS, *REWARDERS)
 
-INNER: tuple[str, ...] = ("Qwen2VLForCausalLM", "Qwen2_5_VLForCausalLM", "Qwen3VLForCausalLM")
-"""Decoders that are found only inside models with vision. The names are those of `causal.causal_class`."""
+INNER: tuple[str, ...] = (
+    "Qwen2VLForCausalLM",
+    "Qwen2_5_VLForCausalLM",
+    "Qwen3VLForCausalLM",
+    "Qwen3VLMoeForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+"""Decoders that are found inside models with vision. The names are those of `causal.causal_class`."""
 
 VETTED: tuple[str, ...] = (*SERVED, *INNER)
 """Decoders that the tests compare with transformers."""

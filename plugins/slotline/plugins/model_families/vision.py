@@ -10,10 +10,13 @@ GRIDS: tuple[str, ...] = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Models whose images have sizes of their own, and whose rotary embeddings read a time, a row and a column."""
 
-TIMED: tuple[str, ...] = ("Qwen3VLForConditionalGeneration",)
+TIMED: tuple[str, ...] = GRIDS[2:]
 """Those that write times between the frames of a video."""
 
 ARCHITECTURES: tuple[str, ...] = (

@@ -183,7 +183,7 @@ def _decoder_of(found: Checkpoint) -> Checkpoint:
     """
     text = found.config.text_config
     if found.architecture in GRIDS:
-        model_class = causal_class(MODEL_MAPPING[type(text)])
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) or causal_class(MODEL_MAPPING[type(text)])
         return evolve(found, architecture=model_class.__name__, model_class=model_class, config=text)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     name = "none" if model_class is None else model_class.__name__
