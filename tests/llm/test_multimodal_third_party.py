@@ -16,6 +16,7 @@ from tiny_engines import DEFAULTS
 
 from slotline.core import LLM
 from slotline.plugins.multimodal.prompt_reader import PromptReader
+from slotline.registry.config.schema import MultimodalConfig
 from slotline.registry.contracts import ModelContext, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 
@@ -91,7 +92,8 @@ def reader(path: Path) -> PromptReader:
     from slotline.registry.contracts import Modality
 
     modalities = (Modality(name="a", placeholder_token_id=1), Modality(name="b", placeholder_token_id=2))
-    return PromptReader(TwoKinds(), evolve(SoundFamily().inspect(path), modalities=modalities))  # type: ignore[arg-type]
+    facts = evolve(SoundFamily().inspect(path), modalities=modalities)
+    return PromptReader(TwoKinds(), facts, MultimodalConfig())  # type: ignore[arg-type]
 
 
 def test_items_of_two_modalities_move_each_other_and_come_in_the_prompts_order(tmp_path: Path) -> None:

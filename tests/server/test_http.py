@@ -76,7 +76,7 @@ def client(server: RunningServer) -> Iterator[httpx.Client]:
             },
             400,
             "invalid_value",
-            "this server fetches nothing",
+            "multimodal.urls allows no host",
         ),
         (
             "chat/completions",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openresponses_types as open_responses
 import pytest
-from running_server import RunningServer, running_server
+from running_server import RunningServer
 
 CASES = json.loads((Path(__file__).parent / "data" / "open_responses.json").read_text("utf-8"))["cases"]
 EVENTS = {
@@ -19,20 +17,6 @@ EVENTS = {
     for name, kind in vars(open_responses).items()
     if name.endswith("StreamingEvent") and name != "ErrorStreamingEvent"
 }
-TEMPLATE = """{% for message in messages %}{% for part in message.content %}
-{%- if part.type == "image" %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"""
-
-
-@pytest.fixture(scope="module")
-def seeing(tiny_vision_model: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of a tiny model that sees images."""
-    pytest.importorskip("PIL", reason="image processors need Pillow")
-    folder = tmp_path_factory.mktemp("model") / "seeing"
-    shutil.copytree(tiny_vision_model(), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
-    with running_server(model=str(folder), dtype="float32") as running:
-        yield running
 
 
 def answered(case: dict[str, Any], url: str) -> tuple[Any, list[Any]]:

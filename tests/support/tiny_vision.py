@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,13 @@ def image(seed: int, height: int = 20, width: int = 30) -> Any:
 
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def png_file(seed: int) -> bytes:
+    """The image of a seed as a PNG file."""
+    file = io.BytesIO()
+    image(seed).save(file, "PNG")
+    return file.getvalue()
 
 
 def build(name: str, path: Path) -> Path:

@@ -18,7 +18,7 @@ from slotline.registry.contracts import PoolingForm, PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice, LoRARequest
-from slotline.text.items import items_of
+from slotline.text.items import items_of, with_plain_parts
 from slotline.text.template import ChatOptions
 from slotline.text.tokenizer import Tokenizer
 
@@ -120,7 +120,7 @@ class Submitter:
         Raises:
             RequestError: if the template refuses it.
         """
-        reader = self._reader
+        reader, conversation = self._reader, [with_plain_parts(message) for message in conversation]
         items = {} if reader is None else reader.placeholders
         cross = frozenset[str]() if reader is None else reader.cross
         return {

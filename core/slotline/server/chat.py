@@ -203,7 +203,7 @@ async def _understood(state: ServerState, fields: ChatFields, params: SamplingPa
     name, adapter = state.model(fields.model)
     tools = asked_tools(state.llm.front, fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     options = _options(fields, tools)
-    prompt = await state.llm.chat_prompt(await as_messages(fields.messages), options)
+    prompt = await state.llm.chat_prompt(await as_messages(fields.messages, state.media), options)
     answers, params = read_answers(
         state.llm.front, tools, prompt, reasoning=fields.include_reasoning is not False, params=params
     )

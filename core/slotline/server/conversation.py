@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import json
 from collections.abc import Sequence
-from io import BytesIO
 from typing import Any
 
+from slotline.media.reader import NAMED, MediaReader
+from slotline.registry.config.schema import MultimodalConfig
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
+from slotline.text.items import with_plain_parts
 
 _TEXTS = ("text", "input_text", "output_text")
 
 
-async def as_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with images read and the arguments of tool calls as objects.
+async def as_messages(messages: Sequence[dict[str, Any]], config: MultimodalConfig) -> list[dict[str, Any]]:
+    """Return messages with images and videos read and the arguments of tool calls as objects.
+
+    Args:
+        messages: of a request.
+        config: what of other servers and of this one's files they may name, and how much.
 
     Raises:
         RequestError: if a part or an argument cannot be read.
     """
-    return await asyncio.to_thread(_read, messages) if _has_images(messages) else _read(messages)
-
-
-def _has_images(messages: Sequence[dict[str, Any]]) -> bool:
-    return any(
-        isinstance(part, dict) and part.get("type") == "image_url"
-        for message in messages
+    read = [_message(message) for message in messages]
+    items = [
+        part
+        for message in read
         if isinstance(content := message.get("content"), list)
         for part in content
-    )
+        if isinstance(part, dict) and part.get("type") in NAMED
+    ]
+    if items:
+        await asyncio.to_thread(_open, items, MediaReader(config, remote=True))
+    return read
 
 
-def _read(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [_message(message) for message in messages]
+def _open(parts: Sequence[dict[str, Any]], reader: MediaReader) -> None:
+    """Put the opened item of each part in the place of its name."""
+    for part in parts:
+        part[part["type"]] = reader.read(part["type"], part[part["type"]])
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    read = dict(message)
+    read = dict(with_plain_parts(message))
     if read.get("role") == "developer":
         read["role"] = "system"
     if isinstance(content := read.get("content"), list):
@@ -55,7 +62,7 @@ def _part(part: Any) -> Any:
         return {**part, "type": "text"}
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
-    return {"type": "image", "image": _image(part.get("image_url"))} if kind == "image_url" else part
+    return dict(part) if kind in NAMED else part
 
 
 def _call(call: Any) -> Any:
@@ -71,24 +78,3 @@ def _call(call: Any) -> Any:
             fix="send back the arguments that the model wrote",
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _image(given: Any) -> Any:
-    """Return the image of a data URL. Nothing is fetched from other servers."""
-    url = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(url, str) or not url.startswith("data:image/"):
-        raise RequestError(
-            f"image_url={safe_repr(url)} is no data URL, and this server fetches nothing",
-            fix="send the image itself, as 'data:image/png;base64,...'",
-        )
-    try:
-        from PIL import Image
-
-        data = base64.b64decode(url.partition(",")[2], validate=True)
-        image = Image.open(BytesIO(data))
-        image.load()
-    except ImportError as error:
-        raise RequestError("images need pillow", fix="install slotline[multimodal]") from error
-    except (binascii.Error, OSError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"an image cannot be read: {error}", fix="send a PNG or JPEG file in base64") from error
-    return image

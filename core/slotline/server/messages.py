@@ -139,7 +139,7 @@ async def _understood(state: ServerState, fields: MessagesFields, params: Sampli
         continue_final_message=bool(messages) and messages[-1].get("role") == "assistant",  # the turn goes on from it
         tools=tools if called.calls else None,
     )
-    prompt = await state.llm.chat_prompt(await as_messages(messages), options)
+    prompt = await state.llm.chat_prompt(await as_messages(messages, state.media), options)
     answers, params = read_answers(state.llm.front, called, prompt, reasoning=_thinks(fields), params=params)
     return Asked(
         state=state,

@@ -13,10 +13,16 @@ from slotline.server.fields import Fields
 
 
 class Base64Source(Fields, tag_field="type", tag="base64"):
-    """The bytes of a file. Nothing is fetched from other servers."""
+    """The bytes of a file."""
 
     data: str
     media_type: str = "image/png"
+
+
+class URLSource(Fields, tag_field="type", tag="url"):
+    """Where a file is fetched from, if `multimodal.urls` allows it."""
+
+    url: str
 
 
 class TextIn(Fields, tag_field="type", tag="text"):
@@ -30,7 +36,7 @@ class TextIn(Fields, tag_field="type", tag="text"):
 class ImageIn(Fields, tag_field="type", tag="image"):
     """An image."""
 
-    source: Base64Source
+    source: Base64Source | URLSource
     cache_control: Any = None
 
 
@@ -141,5 +147,6 @@ class _Conversation:
 def _part(block: TextIn | ImageIn) -> dict[str, Any]:
     if isinstance(block, TextIn):
         return {"type": "text", "text": block.text}
-    url = f"data:{block.source.media_type};base64,{block.source.data}"
+    source = block.source
+    url = source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"
     return {"type": "image_url", "image_url": {"url": url}}

@@ -175,7 +175,7 @@ async def _understood(state: ServerState, fields: ResponsesFields, params: Sampl
     called = asked_tools(state.llm.front, tools, choice, fields.parallel_tool_calls)
     effort = {"reasoning_effort": fields.reasoning.effort} if fields.reasoning and fields.reasoning.effort else {}
     options = chat_options(fields.chat_template_kwargs, effort, tools=tools if called.calls else None)
-    messages = await as_messages(as_conversation(fields.input, fields.instructions))
+    messages = await as_messages(as_conversation(fields.input, fields.instructions), state.media)
     prompt = await state.llm.chat_prompt(messages, options)
     resource = _resource(fields, given, params.with_defaults(state.llm.front.sampling_defaults), name)
     answers, params = read_answers(

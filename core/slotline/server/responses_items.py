@@ -23,7 +23,7 @@ class InputText(Fields, tag_field="type", tag="input_text"):
 
 
 class InputImage(Fields, tag_field="type", tag="input_image"):
-    """An image, as a data URL."""
+    """An image, as a data URL or a URL to fetch it from."""
 
     image_url: str
     detail: Literal["auto"] | None = None

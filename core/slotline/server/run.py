@@ -115,6 +115,7 @@ def build_state(llm: AsyncLLM) -> ServerState:
     return ServerState(
         llm=llm,
         config=loaded.config.server,
+        media=loaded.config.multimodal,
         names=names,
         metrics=Metrics(llm, names[0]),
         adapters={name: number for number, name in enumerate(named, 1)},

@@ -19,7 +19,7 @@ from slotline.core.api.outputs import RequestOutput
 from slotline.llm.async_llm import AsyncLLM
 from slotline.llm.output_stream import OutputKind
 from slotline.ranks.replicas.front import model_folder
-from slotline.registry.config.schema import ServerConfig
+from slotline.registry.config.schema import MultimodalConfig, ServerConfig
 from slotline.registry.config.validators import size_in_bytes
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.lora_request import AdapterChoice
@@ -42,6 +42,7 @@ class ServerState:
     """The engine behind a server, and what its endpoints keep.
 
     Attributes:
+        media: limits of images and videos in requests.
         names: of the model. Requests may give any of them, or none.
         adapters: numbers of the adapters that requests may name as their model.
         started: seconds since the epoch.
@@ -56,6 +57,7 @@ class ServerState:
 
     llm: AsyncLLM
     config: ServerConfig
+    media: MultimodalConfig
     names: tuple[str, ...]
     metrics: Metrics
     adapters: dict[str, int] = field(factory=dict)

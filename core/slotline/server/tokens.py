@@ -73,7 +73,7 @@ async def tokenize(state: ServerState, request: Request) -> Response:
             continue_final_message=bool(fields.continue_final_message),
             tools=fields.tools,
         )
-        prompt = await state.llm.chat_prompt(await as_messages(fields.messages), options)
+        prompt = await state.llm.chat_prompt(await as_messages(fields.messages, state.media), options)
         token_ids = prompt["prompt_token_ids"]
     else:
         encode = tokenizer.encode_word if fields.add_special_tokens is False else tokenizer.encode

@@ -42,7 +42,7 @@ class MultimodalExtension:
     def __init__(self, parts: Parts) -> None:
         planned, scheduler = parts.planned, parts.planned.loaded.config.scheduler
         model: MultimodalModel = parts.model  # type: ignore[assignment]  # a model with modalities is one
-        self.reader = PromptReader(model, planned.facts)
+        self.reader = PromptReader(model, planned.facts, planned.loaded.config.multimodal)
         self.cache = _cache_of(parts, model)
         self.items = ItemScheduler(
             parts.rows,

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.media.reader import MediaReader
 from slotline.plugins.multimodal.features import Feature
+from slotline.registry.config.schema import MultimodalConfig
 from slotline.registry.contracts import ModelFacts, MultimodalModel, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 from slotline.text.items import as_items
@@ -21,13 +23,17 @@ Int = npt.NDArray[np.int64]
 class PromptReader:
     """Reader of a prompt's `multi_modal_data`.
 
+    Args:
+        model, facts: of the model.
+        config: limits of images and videos that are named by a path, URL or data URI.
+
     Attributes:
         placeholders: the placeholder token of each modality.
         cross: the modalities that cross-attention reads.
     """
 
-    def __init__(self, model: MultimodalModel, facts: ModelFacts) -> None:
-        self._model = model
+    def __init__(self, model: MultimodalModel, facts: ModelFacts, config: MultimodalConfig) -> None:
+        self._model, self._config = model, config
         self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
         self.cross = frozenset(m.name for m in facts.modalities if m.cross)
         self._max_encoder_len = facts.max_encoder_len
@@ -51,8 +57,9 @@ class PromptReader:
                 fix="leave it out, or use a model that takes it",
             )
         tokens, features = list(token_ids), list[Feature]()
+        media = MediaReader(self._config, remote=False)
         for modality, given in data.items():
-            items = [self._model.process(modality, item) for item in as_items(given)]
+            items = [self._model.process(modality, media.read(modality, item)) for item in as_items(given)]
             if modality in self.cross:
                 features += [self._feature(item, self.placeholders[modality], 0) for item in items]
             else:

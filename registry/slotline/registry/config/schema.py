@@ -15,6 +15,7 @@ from slotline.registry.config.validators import (
     at_least,
     counts_or_auto,
     fraction_or_size,
+    networks,
     number_or_names,
     positive,
     positive_or_auto,
@@ -194,6 +195,40 @@ class MultimodalConfig:
         validator=positive_or_auto,
         metadata=_doc("embeddings computed in one step; 'auto' is `scheduler.max_batched_tokens`, or one large item"),
     )
+    urls: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "hosts from which images and videos may be fetched, as 'example.com' or '*.example.com'; '*' for all at "
+            "public addresses"
+        ),
+    )
+    url_networks: tuple[str, ...] = field(
+        default=(),
+        validator=networks,
+        metadata=_doc("networks that may be fetched from though they are not public, as '10.1.0.0/16'"),
+    )
+    url_timeout: float = field(
+        default=10.0, validator=AtLeast(0.01, maximum=3600), metadata=_doc("seconds to fetch a file, with redirects")
+    )
+    folder: str = field(
+        default="",
+        metadata=_doc("folder whose files requests over HTTP may name as 'file:///...'; empty for none", path=True),
+    )
+    max_items: int = field(default=128, validator=positive, metadata=_doc("images and other items of a request"))
+    max_bytes: str = field(
+        default="64MiB", validator=size, metadata=_doc("bytes of a request's files of images and videos, together")
+    )
+    max_pixels: int = field(
+        default=2**28,
+        validator=positive,
+        metadata=_doc("pixels of the images and frames in a request's files, together"),
+    )
+    video_fps: float = field(
+        default=2.0,
+        validator=AtLeast(0.01, maximum=1000),
+        metadata=_doc("frames taken for each second of a video file"),
+    )
+    video_frames: int = field(default=32, validator=positive, metadata=_doc("frames taken of a video file at most"))
 
 
 @frozen(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Any
 
 from attrs import frozen
@@ -133,6 +134,23 @@ class Counts:
         return {"items": {"type": "integer", "minimum": 1}}
 
 
+@frozen
+class Networks:
+    """List of IP networks, e.g. '10.1.0.0/16'."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless each value is a network."""
+        for one in value:
+            try:
+                ip_network(one)
+            except ValueError as error:
+                raise ValueError(f"{one!r} is no network ({error}): use addresses such as '10.1.0.0/16'") from error
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return nothing, since JSON Schema has no form for networks."""
+        return {}
+
+
 def at_least(minimum: float) -> AtLeast:
     """Return a validator of numbers of at least `minimum`."""
     return AtLeast(minimum)
@@ -151,6 +169,7 @@ counts_or_auto = Counts()
 fraction_or_size = FractionOrSize()
 size = Size()
 number_or_names = NumberOrNames()
+networks = Networks()
 
 
 def size_in_bytes(text: str) -> int:

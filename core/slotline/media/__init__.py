@@ -1,0 +1,1 @@
+"""Images and videos as users name them: opened from paths, URLs, data URIs and bytes, within limits."""
