@@ -65,7 +65,7 @@ def test_a_rank_has_its_experts_whole_and_as_many_parameters_as_with_divided_one
         ),
         ({"tensor": 2, "rebalance_steps": 5}, "parallel.rebalance_steps = 5 .*no ranks share whole experts"),
         ({"data": 2, "expert": 3}, "parallel.data = 2: all replicas share the experts, or only the ranks of each"),
-        ({"data": 2, "tensor": 2, "expert": 4}, "parallel.tensor = 2: replicas that share experts have one rank each"),
+        ({"data": 2, "tensor": 2, "expert": 4, "rebalance_steps": 9}, "with parallel.tensor above 1, experts stay"),
         ({"data": 2, "expert": 2, "expert_loads": True}, "by parallel.rebalance_steps alone"),
         ({"data": 2, "expert": 2, "batch_invariant": True}, "hang on the tokens of other replicas"),
         ({"expert_loads": True}, "parallel.expert_loads = true .*no ranks share whole experts"),
@@ -91,6 +91,15 @@ def test_replicas_that_share_experts_have_all_else_whole(mixtral: Path) -> None:
     assert planned_.communicator.descriptor.name == "gloo"
     assert planned_.communicator.graphs_refusal == "communicator 'gloo' cannot be captured"
     assert settings_of(planned(mixtral, data=2, tensor=2, expert=2).plan)["parallel.expert"][1].endswith("on a rank")
+
+
+def test_groups_that_share_experts_divide_all_else(mixtral: Path) -> None:
+    both, divided = planned(mixtral, data=2, tensor=2, expert=4), planned(mixtral, tensor=2)
+    assert both.facts.layers == divided.facts.layers
+    assert (divided.facts.num_parameters - both.facts.num_parameters) * 4 == 4 * 4 * (2 * 96 * 64 + 64 * 96)
+    assert settings_of(both.plan)["parallel.expert"][1].endswith(
+        "-> 1 on a rank, which sends each token to its experts"
+    )
 
 
 def test_a_model_without_mixtures_is_refused(llama: Path) -> None:

@@ -12,12 +12,13 @@ import pytest
 import tiny_models
 from tiny_engines import DEFAULTS
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, RequestOutput, SamplingParams
 from slotline.core.engine.engine import Engine
-from slotline.registry.errors import RankError
+from slotline.registry.errors import RankError, RequestError
 
 PROMPTS = ["def main(", "class A:\n    def", "import numpy as np\n", "for i in range("]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
+SCORED = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
 
@@ -42,6 +43,38 @@ def test_processes_have_the_text_of_one_and_a_killed_one_without_requests_ends_a
     with pytest.raises(RankError, match="replica 1 failed: its process has ended: killed by SIGKILL"):
         generate_on(llm)
     assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.slow
+def test_replicas_of_two_ranks_have_the_text_of_one_and_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    path = tiny_models.build("mixtral", tmp_path / "model")
+    settings = DEFAULTS | {"max_num_batched_tokens": 12, "parallel.redundant_experts": 4}
+    llm, one = LLM(path, data=2, tensor=2, expert=4, **settings), LLM(path, **DEFAULTS)
+    wanted = one.generate(PROMPTS, SCORED)
+    same(llm.generate(PROMPTS, SCORED), wanted)
+    same(llm.generate(PROMPTS[0], SCORED), wanted[:1])  # the other replica is idle, and so are both of its ranks
+    llm.reload_weights()
+    same(llm.generate(PROMPTS, SCORED), wanted)
+    with pytest.raises(RequestError, match="replicas of 2 ranks"):
+        llm.scale(3)
+    processes = psutil.Process().children(recursive=True)
+    ranks = [one for one in processes if "slotline.ranks.replicas.sharing_follower" in one.cmdline()]
+    assert len(ranks) == 2
+    killed = threading.Timer(0.3, os.kill, (ranks[1].pid, signal.SIGKILL))
+    killed.start()
+    with pytest.raises(RankError, match=r"replica \d failed"):
+        generate_on(llm)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def same(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    """Compare texts and the log-probabilities of their tokens."""
+    for each, other in zip(found, wanted, strict=True):
+        assert each.outputs[0].text == other.outputs[0].text
+        pairs = zip(each.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
+        for at, (ours, theirs) in enumerate(pairs):
+            token = other.outputs[0].token_ids[at]
+            assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
 def generate_on(llm: LLM) -> None:

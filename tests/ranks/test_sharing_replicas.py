@@ -193,10 +193,10 @@ def test_grammars_are_waited_for_only_while_no_other_replica_waits(
         return [], []
 
     ways = tuple(each.func for each in engine.extensions.collect_ready)  # type: ignore[attr-defined]
-    assert set(ways) <= {engine._collected}
-    engine._collected(collect, idle=True, gives_way=lambda: False)
+    assert set(ways) <= {engine._giving_way}
+    engine._giving_way(collect, idle=True, gives_way=lambda: False)
     monkeypatch.setattr(SharingEngine, "is_awaited", True)
-    engine._collected(collect, idle=True, gives_way=lambda: False)
+    engine._giving_way(collect, idle=True, gives_way=lambda: False)
     assert seen == [False, True]
 
 

@@ -62,7 +62,7 @@ class Replicas:
         group: Any = self.join(place, address, 60.0)
         with group.meeting.turn:
             engine = build_sharing(make_plan(loaded, place=place), group)
-        engine.connect(group, join_meetings(group, 60.0))
+        engine.join_others(group, join_meetings(group, 60.0))
         self.engines[number] = engine
         return engine
 

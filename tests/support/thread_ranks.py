@@ -76,6 +76,7 @@ class ThreadGroup:
     place: Place
     meeting: Meeting
     communicators: list[Communicator] = field(factory=list, init=False)
+    replica: None = None
 
     def gather(self, value: Any) -> list[Any]:
         return self.meeting.gather(self.place.rank, value)

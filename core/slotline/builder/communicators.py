@@ -35,6 +35,11 @@ class Ranks(Protocol):
     place: Place
     communicators: list[Communicator]
 
+    @property
+    def replica(self) -> Ranks | None:
+        """The ranks that serve the same requests. None if all do."""
+        ...
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order."""
         ...
@@ -168,8 +173,10 @@ def fewest(ranks: Ranks | None) -> Callable[[int], int]:
 
 
 def gathered(ranks: Ranks | None) -> Callable[[bytes], list[bytes]]:
-    """Return a function that gives the bytes of all ranks, in order."""
-    return (lambda value: [value]) if ranks is None else ranks.gather_bytes
+    """Return a function that gives the bytes of all ranks that serve the same requests, in order."""
+    if ranks is None:
+        return lambda value: [value]
+    return ranks.gather_bytes if ranks.replica is None else ranks.replica.gather_bytes
 
 
 def over_stages(ranks: Ranks | None) -> Callable[[Any], list[Any]]:

@@ -27,18 +27,22 @@ class RankGroup:
         place: this process.
         store: key-value store that all ranks reach, served by rank 0 or its launcher.
         owner: whether the process group is this object's to end.
+        within: the process group of these ranks. None for that of all processes.
         communicators: those of the engine that these ranks build.
+        replica: the ranks that serve the same requests. None if all do.
     """
 
     place: Place
     store: Store
     owner: bool = True
-    communicators: list[Communicator] = field(factory=list, init=False)
+    within: distributed.ProcessGroup | None = None
+    communicators: list[Communicator] = field(factory=list)
+    replica: RankGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order. They are pickled."""
         found: list[Any] = [None] * self.place.size
-        distributed.all_gather_object(found, value)
+        distributed.all_gather_object(found, value, group=self.within)
         return found
 
     def gather_bytes(self, value: bytes) -> list[bytes]:
@@ -47,7 +51,7 @@ class RankGroup:
             return self.gather(value)
         given = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         found = [torch.empty_like(given) for _ in range(self.place.size)]
-        distributed.all_gather(found, given)
+        distributed.all_gather(found, given, group=self.within)
         return [one.numpy().tobytes() for one in found]
 
     def abort(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -28,6 +29,9 @@ from slotline.registry.ranks import Place
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CONFIG = "slotline/config"
 """Key of the store that has the configuration, pickled."""
+TOLD = "slotline/told"
+"""Key of the store that has what else a program of ranks is told, pickled."""
+FOLLOWER = "slotline.ranks.follower"
 
 
 @define(eq=False)
@@ -74,8 +78,14 @@ class Launched:
         self.context.close(signal.SIGKILL)
 
 
-def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[Launched, Store]:
-    """Start the other ranks of this machine, and return them with the store that they reach.
+def start_others(
+    place: Place, loaded: LoadedConfig, timeout: float, program: str = FOLLOWER, told: object = None
+) -> tuple[Launched, Store]:
+    """Start the other ranks of this machine that serve the same requests, and return them with the store they reach.
+
+    Args:
+        program: module that they run.
+        told: what it finds in the store at `TOLD`.
 
     Raises:
         ConfigError: if the configuration cannot be sent to another process.
@@ -85,17 +95,20 @@ def start_others(place: Place, loaded: LoadedConfig, timeout: float) -> tuple[La
     wait = timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
     store.set(CONFIG, sent.hex())
+    if told is not None:
+        store.set(TOLD, pickle.dumps(told).hex())
+    size = place.layout.replica_size
     environments = {
         rank - 1: environment_with(
             RANK=str(rank),
             LOCAL_RANK=str(place.local_rank + rank),
-            WORLD_SIZE=str(place.size),
+            WORLD_SIZE=str(size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(store.port),
         )
-        for rank in range(1, place.size)
+        for rank in range(1, size)
     }
-    return start_programs("slotline.ranks.follower", environments), store
+    return start_programs(program, environments), store
 
 
 def environment_with(**own: str) -> dict[str, str]:

@@ -40,7 +40,7 @@ class Links:
     """
 
     def __init__(self, store: Store, place: Place, timeout: float, start_timeout: float, host: str = _HERE) -> None:
-        self._size, self._start_timeout = place.size, start_timeout
+        self._size, self._start_timeout = place.layout.replica_size, start_timeout
         self.watch = Watch(timeout, start_timeout)
         self.followers: list[Follower] = []
         key = secrets.token_bytes(32)

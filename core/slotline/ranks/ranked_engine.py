@@ -29,6 +29,8 @@ from slotline.ranks.watch import GRACE
 from slotline.registry.errors import RankError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
 
+_STEPS = ("reload_weights", "rebalance_experts", "run_experts")
+"""Calls of the log that are steps of their own. Rank 0 is told of their errors."""
 STEP = pickle.dumps([])
 """The message of a step before which nothing arrived."""
 
@@ -115,10 +117,21 @@ class RankedEngine(Engine):
         self._refuse_failed()
         if self.requests:
             super().reload_weights(path)  # which refuses
-        self._note(self._entry("reload_weights", path))
+        with self.told_step("reload_weights", path):
+            super().reload_weights(path)
+
+    @contextmanager
+    def told_step(self, call: str, *given: Any) -> Iterator[None]:
+        """Enter a step that is a call of a method of this engine, which the other ranks make too.
+
+        Raises:
+            RankError: if a rank has failed.
+        """
+        self._refuse_failed()
+        self._note(self._entry(call, *given))
         with interrupts_later(), self._in_step():
             self._send(pickle.dumps([*(self.log or ()), b""]))
-            super().reload_weights(path)
+            yield
 
     @exclusive
     def forget_prefixes(self) -> None:
@@ -168,9 +181,7 @@ class RankedEngine(Engine):
         balance = self.balance
         if balance is None:
             raise RequestError(NOT_COUNTED, fix=COUNT)
-        self._note(self._entry("rebalance_experts"))
-        with interrupts_later(), self._in_step():
-            self._send(pickle.dumps([*(self.log or ()), b""]))
+        with self.told_step("rebalance_experts"):
             return balance.rebalance()
 
     @exclusive
@@ -239,8 +250,8 @@ class RankedEngine(Engine):
             if not entry:
                 return  # the last call was no step
             name, given, options = pickle.loads(entry)
-            if name in ("reload_weights", "rebalance_experts"):
-                with suppress(Exception):  # told to rank 0
+            if name in _STEPS:
+                with suppress(Exception):
                     getattr(self, name)(*given, **options)
             else:
                 getattr(self, name)(*given, **options)

@@ -10,10 +10,11 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 from weakref import finalize, ref
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from slotline.builder.engine_builder import build_engine
 from slotline.core.engine.engine import Engine
@@ -29,7 +30,7 @@ from slotline.ranks.group import (
     refuse_without_gloo,
     waits_in,
 )
-from slotline.ranks.launchers import Launcher, Others, choose_launcher, start_ranks
+from slotline.ranks.launchers import Launcher, Others, Started, choose_launcher, start_ranks
 from slotline.ranks.links import Link, Links
 from slotline.ranks.logs import log_as
 from slotline.ranks.ranked_engine import RankedEngine
@@ -45,6 +46,48 @@ _CAUSE = 2.0
 _LEAVE = 5.0
 """Seconds that a rank has to leave a collective whose other ranks are gone."""
 _running: list[ref[RankedEngine]] = []
+
+
+class RankForm(Protocol):
+    """How the ranks that rank 0 starts find each other."""
+
+    def place(self, loaded: LoadedConfig) -> Place:
+        """Return the place of a process that rank 0 started."""
+        ...
+
+    def start(self, launcher: Launcher, planned: Planned, timeout: float) -> Started:
+        """Start the other ranks."""
+        ...
+
+    def join(self, place: Place, store: Store, timeout: float) -> RankGroup:
+        """Join all ranks."""
+        ...
+
+    def build(self, planned: Planned, group: RankGroup, links: Links | None, link: Link | None) -> RankedEngine:
+        """Build the engine of one rank, while the others build theirs."""
+        ...
+
+
+class PlainRanks:
+    """Ranks of one engine. See `RankForm`."""
+
+    def place(self, loaded: LoadedConfig) -> Place:
+        """Return the place of a process that rank 0 started."""
+        place = launched_place(layout_of(loaded))
+        assert place is not None
+        return place
+
+    def start(self, launcher: Launcher, planned: Planned, timeout: float) -> Started:
+        """Start the other ranks."""
+        return start_ranks(launcher, planned, timeout)
+
+    def join(self, place: Place, store: Store, timeout: float) -> RankGroup:
+        """Join all ranks."""
+        return join_store(place, store, timeout)
+
+    def build(self, planned: Planned, group: RankGroup, links: Links | None, link: Link | None) -> RankedEngine:
+        """Build the engine of one rank, while the others build theirs."""
+        return build_rank(planned, group, links, link, logged=True)
 
 
 def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
@@ -70,7 +113,7 @@ def start_engine(loaded: LoadedConfig, first: int | None = None) -> Engine:
     _refuse_second()
     place = launched_place(layout) if launcher == "torchrun" else None
     if place is None:
-        return _lead(loaded, own, launcher)
+        return lead(loaded, own, launcher, PlainRanks())
     return _follow(loaded, place) if follows_rank_0() else _start_launched(loaded, place, logged=is_left_to_rank_0())
 
 
@@ -93,9 +136,7 @@ def build_rank(
     Raises:
         SlotlineError: of the kind that fits.
     """
-    if planned.on_host:
-        here = planned.place.size // planned.loaded.config.parallel.nodes
-        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+    share_threads(planned)
     engine = build_engine(planned.loaded, group, RankedEngine, planned)
     assert isinstance(engine, RankedEngine)
     engine.balance = build_expert_balance(planned, engine.runner.model)
@@ -103,12 +144,26 @@ def build_rank(
     return engine
 
 
-def _lead(loaded: LoadedConfig, place: Place, launcher: Launcher) -> RankedEngine:
-    """Build the engine of rank 0, and start the other ranks for it."""
+def share_threads(planned: Planned) -> None:
+    """Give the ranks of this machine that serve the same requests a part of the threads on the CPU each."""
+    if planned.on_host:
+        here = planned.place.layout.replica_size // planned.loaded.config.parallel.nodes
+        torch.set_num_threads(max(1, torch.get_num_threads() // here))
+
+
+def lead(loaded: LoadedConfig, place: Place, launcher: Launcher, form: RankForm) -> RankedEngine:
+    """Build the engine of rank 0, and start the other ranks for it.
+
+    Args:
+        place: of rank 0.
+
+    Raises:
+        SlotlineError: of the kind that fits. No other process is left then.
+    """
     refuse_other_group()
     parallel = loaded.config.parallel
     planned = make_plan(loaded, place=place)  # its errors are said before anything starts
-    started = start_ranks(launcher, planned, parallel.start_timeout)
+    started = form.start(launcher, planned, parallel.start_timeout)
     launched, store = started.others, started.store
     group = links = None
     try:
@@ -119,9 +174,9 @@ def _lead(loaded: LoadedConfig, place: Place, launcher: Launcher) -> RankedEngin
         links.on_failure(launched.end)
         links.accept(launched.ended)
         links.await_planned()
-        links.watch.group = group = join_store(place, store, parallel.start_timeout)
+        links.watch.group = group = form.join(place, store, parallel.start_timeout)
         links.on_failure(group.abort)
-        engine = build_rank(planned, group, links, None, logged=True)
+        engine = form.build(planned, group, links, None)
     except BaseException as error:
         cause = _cause(error, links, group)
         _end(launched, links, group)

@@ -100,10 +100,11 @@ def _against_replicas(loaded: LoadedConfig, whole: ModelFacts, family: Descripto
     parallel = loaded.config.parallel
     if parallel.expert != parallel.data * parallel.tensor:
         yield f"parallel.data = {parallel.data}: all replicas share the experts, or only the ranks of each"
-    if parallel.tensor > 1:
-        yield f"parallel.tensor = {parallel.tensor}: replicas that share experts have one rank each"
-    if whole.mixtures and (refusal := family.capabilities.expert_replicas.refusal(True)):
-        yield f"model family {family.name!r}: expert_replicas {refusal}"
+    name = "expert_replicas" if parallel.tensor == 1 else "expert_groups"
+    if whole.mixtures and (refusal := getattr(family.capabilities, name).refusal(True)):
+        yield f"model family {family.name!r}: {name} {refusal}"
+    if parallel.tensor > 1 and parallel.rebalance_steps:
+        yield f"parallel.rebalance_steps = {parallel.rebalance_steps}: with parallel.tensor above 1, experts stay"
     if parallel.expert_loads:
         yield "parallel.expert_loads = true: replicas place experts anew by parallel.rebalance_steps alone"
     if loaded.config.batch_invariant:
@@ -157,7 +158,9 @@ def choose_expert_placement(
 def _setting(loaded: LoadedConfig, whole: ModelFacts) -> Setting:
     """Return the record of the division of mixtures."""
     parallel = loaded.config.parallel
-    holder = "replica, which sends each token to its experts" if replicas_share_experts(loaded) else "rank"
+    holder = "replica" if parallel.tensor == 1 else "rank"
+    if replicas_share_experts(loaded):
+        holder += ", which sends each token to its experts"
     texts = [
         f"{whole.mixtures.count(experts)} mixtures of {experts} experts -> "
         f"{(experts + parallel.redundant_experts) // parallel.expert} on a {holder}"

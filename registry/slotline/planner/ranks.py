@@ -82,9 +82,10 @@ def keys_of(layout: RankLayout) -> list[str]:
 
 def shard_of(place: Place) -> Shard | None:
     """Return the part of each layer that a rank has, None for the whole."""
-    dimension = "data" if place.layout.data > 1 else "tensor"
-    size = getattr(place.layout, dimension)
-    return None if size == 1 else Shard(rank=place.index(dimension), size=size, own_tokens=dimension == "data")
+    replicas, size = place.layout.data, place.layout.tensor
+    if size > 1:
+        return Shard(rank=place.index("tensor"), size=size, replicas=replicas, replica=place.index("data"))
+    return None if replicas == 1 else Shard(rank=place.index("data"), size=replicas, own_tokens=True)
 
 
 def asked_shard(loaded: LoadedConfig, place: Place) -> Shard | None:

@@ -67,6 +67,31 @@ def test_exchanged_tokens_give_each_rank_its_own_sums(form: str, counts: tuple[i
     close(found, [whole(*one) if len(one[0]) else one[0] for one in given])
 
 
+@pytest.mark.parametrize(
+    ("kind", "counts"), [(expert_routing.GatheredTokens, (6, 6)), (expert_routing.ExchangedTokens, (9, 0))]
+)
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_groups_with_tokens_of_their_own_get_the_sums_of_the_whole(
+    kind: Any, counts: tuple[int, ...], redundant: int
+) -> None:
+    whole, meetings = mixture("mixtral", "grouped_mm"), dict[tuple[str, int], Meeting]()
+    given = [routing(count, seed) for seed, count in enumerate(counts)]
+
+    def run(ranks: Counting) -> torch.Tensor:
+        def joined(name: str, number: int, rank: int) -> Counting:
+            return Counting(meetings.setdefault((name, number), Meeting(2, ranks.meeting.turn)), rank)
+
+        replica, place = divmod(ranks.rank, 2)
+        part = copy.deepcopy(whole)
+        shard = Shard(rank=place, size=2, experts=True, redundant_experts=redundant, replicas=2, replica=replica)
+        expert_parallel.own(part, "experts", shard)
+        part.forward = kind(part, joined("column", place, replica), expert_routing.Column(place, 2))
+        return joined("group", replica, place).all_reduce(part(*given[replica]).contiguous())
+
+    wanted = [whole(*one) if len(one[0]) else one[0] for one in given]
+    close(over_threads(4, run), [wanted[0], wanted[0], wanted[1], wanted[1]])
+
+
 def test_a_token_goes_once_to_each_rank_of_its_experts() -> None:
     whole = mixture("mixtral", "eager")
     hidden, _, weights = routing(4, 0)

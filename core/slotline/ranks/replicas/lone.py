@@ -74,6 +74,7 @@ class LoneGroup:
 
     place: Place
     communicators: list[Communicator] = field(factory=list, init=False)
+    replica: None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Return a value as often as there are ranks."""

@@ -97,12 +97,12 @@ def _regroup(engine: SharingEngine, loaded: LoadedConfig, address: MeetingAddres
     came: int = model.resize_experts(held, placements, parallel.data, shard)
     if shrinks:
         if not stays:
-            engine.disconnect()
+            engine.leave_others()
             return came
         group = _join(engine, planned, address)
     engine.planned = planned
     engine.balance = build_expert_balance(planned, model)
-    engine.connect(group, join_meetings(group, PATIENCE * parallel.timeout))
+    engine.join_others(group, join_meetings(group, PATIENCE * parallel.timeout))
     engine.capture_again()
     return came
 
@@ -120,7 +120,7 @@ def _own_share(engine: SharingEngine) -> Share:
 
 def _join(engine: SharingEngine, planned: Planned, address: MeetingAddress) -> RankGroup:
     """Leave a group for another one, whose replicas do the same."""
-    engine.disconnect()
+    engine.leave_others()
     group = join_replicas(planned.place, address, planned.loaded.config.parallel.start_timeout)
     communicator: Communicator = build_communicators(planned, group)["data"]
     model: Any = engine.runner.model

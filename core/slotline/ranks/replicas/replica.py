@@ -42,9 +42,11 @@ from slotline.ranks.replicas.reports import (
     load_of,
     sendable,
 )
-from slotline.ranks.replicas.sharing import start_sharing
+from slotline.ranks.replicas.sharing import MeetingAddress, start_sharing
 from slotline.ranks.replicas.sharing_engine import SharingEngine
+from slotline.ranks.replicas.sharing_ranks import SharedRanks
 from slotline.ranks.start import start_engine
+from slotline.registry.config import LoadedConfig
 
 QUIET = 0.25
 """Seconds after which a step is reported that gave nothing to readers."""
@@ -304,12 +306,7 @@ def serve(connection: Connection, number: int) -> int:
         config = loaded.config
         loaded = evolve(loaded, config=evolve(config, observability=evolve(config.observability, progress=False)))
     try:
-        if replicas_share_experts(loaded):
-            address = pickle.loads(connection.recv_bytes())
-            alone = address is None
-            engine: Engine = start_alone(loaded, number) if alone else start_sharing(loaded, number, address)
-        else:
-            engine = start_engine(loaded, number * layout_of(loaded).size)
+        engine = _engine(loaded, number, connection)
         ready = Ready(engine.plan.digest, engine.memory, dict(engine.startup), load_of(engine), engine.notes)
         connection.send_bytes(pickle.dumps(ready))
         Replica(connection, engine).run()
@@ -318,6 +315,18 @@ def serve(connection: Connection, number: int) -> int:
             connection.send_bytes(pickle.dumps(Failed(_with_trace(sendable(error), error))))
         return 1
     return 0
+
+
+def _engine(loaded: LoadedConfig, number: int, connection: Connection) -> Engine:
+    """Build the engine of a replica. The front says where replicas that share experts meet."""
+    layout = layout_of(loaded)
+    if not replicas_share_experts(loaded):
+        return start_engine(loaded, number * layout.size)
+    address: MeetingAddress | None = pickle.loads(connection.recv_bytes())
+    if layout.replica_size > 1:
+        assert address is not None
+        return SharedRanks(number, address).lead(loaded)
+    return start_alone(loaded, number) if address is None else start_sharing(loaded, number, address)
 
 
 def _with_trace(error: BaseException, raised: BaseException) -> BaseException:

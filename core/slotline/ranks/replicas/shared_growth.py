@@ -33,6 +33,11 @@ class SharedGrowth(Growth):
         """See `Growth.asked`. The experts have as few copies as can be shared evenly."""
         if data < 2:
             raise RequestError("replicas that share experts are two at least", fix="give data=2 or more")
+        if (size := layout_of(self.planned.loaded).replica_size) > 1:
+            raise RequestError(
+                f"replicas of {size} ranks (parallel.tensor) that share experts keep their number",
+                fix="build the engine again with another parallel.data and parallel.expert",
+            )
         if any(module.experts for module in self.planned.whole.weight_modules):
             raise RequestError("experts with quantized weights do not move", fix="build the engine again")
         if self.planned.drafter is not None and front.plan.graphs.resolved != "none":

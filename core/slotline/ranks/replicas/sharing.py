@@ -86,7 +86,7 @@ def join_replicas(place: Place, address: MeetingAddress, timeout: float) -> Rank
 
 
 def start_sharing(loaded: LoadedConfig, number: int, address: MeetingAddress) -> SharingEngine:
-    """Build the engine of a replica, while the others build theirs, and let it run in step with them.
+    """Build the engine of a replica of one rank, while the others build theirs, and let it run in step with them.
 
     Raises:
         SlotlineError: of the kind that fits.
@@ -94,7 +94,7 @@ def start_sharing(loaded: LoadedConfig, number: int, address: MeetingAddress) ->
     planned = make_plan(loaded, place=place_of(loaded, number))  # its errors are said before the others are met
     group = join_replicas(planned.place, address, loaded.config.parallel.start_timeout)
     engine = build_sharing(planned, group)
-    engine.connect(group, join_meetings(group, PATIENCE * loaded.config.parallel.timeout))
+    engine.join_others(group, join_meetings(group, PATIENCE * loaded.config.parallel.timeout))
     return engine
 
 

@@ -38,8 +38,8 @@ class SharingEngine(Engine):
     """Engine with requests of its own, whose forward passes run in step with those of other replicas.
 
     Attributes:
-        group: all replicas. None until `connect`.
-        meetings: agree on forward passes. None until `connect`.
+        group: all replicas. None until `join_others`.
+        meetings: agree on forward passes. None until `join_others`.
         balance: places experts. None without counted experts.
         planned: what it was built from. None until it is built.
         called: is called by another thread when another replica waits for this one.
@@ -57,17 +57,17 @@ class SharingEngine(Engine):
 
     def make_way(self) -> None:
         """Let extensions wait only while no other replica waits for this one. Called once."""
-        collect_ready = tuple(partial(self._collected, collect) for collect in self.extensions.collect_ready)
+        collect_ready = tuple(partial(self._giving_way, collect) for collect in self.extensions.collect_ready)
         self.extensions = evolve(self.extensions, collect_ready=collect_ready)
 
-    def connect(self, group: RankGroup, meetings: Meetings) -> None:
+    def join_others(self, group: RankGroup, meetings: Meetings) -> None:
         """Run in step with the other replicas from now on."""
         self.group, self.meetings = group, meetings
         self._shapes = AgreedShapes(() if self.graphs is None else self.graphs.shapes.largest_first)
         meetings.called = lambda: self.called()
 
-    def disconnect(self) -> None:
-        """Leave the other replicas, between two forward passes. `connect` may follow with another group."""
+    def leave_others(self) -> None:
+        """Leave the other replicas, between two forward passes. `join_others` may follow with another group."""
         if self.meetings is not None:
             self.meetings.close()
         if self.group is not None:
@@ -125,7 +125,7 @@ class SharingEngine(Engine):
     @on_device
     @torch.inference_mode()
     def _run_experts(self, *, leaves: bool) -> None:
-        with self._in_step():
+        with self._in_pass():
             shape = self._meet(0, None, leaves=leaves)
             if shape is None or self.graphs is None:
                 self.runner.model.idle_experts(self._pieces)  # type: ignore[attr-defined]
@@ -134,12 +134,12 @@ class SharingEngine(Engine):
                 self.runner.plan(inputs)
                 self.graphs.replay(inputs)
 
-    def _collected(self, collect: Callable[..., Any], *, idle: bool, gives_way: Callable[[], bool]) -> Any:
+    def _giving_way(self, collect: Callable[..., Any], *, idle: bool, gives_way: Callable[[], bool]) -> Any:
         """Return what an extension has ready."""
         return collect(idle=idle, gives_way=lambda: gives_way() or self.is_awaited)
 
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
-        with self._in_step():
+        with self._in_pass():
             if self.graphs is None:
                 self._meet(schedule.num_tokens, None)
             return super()._launch(schedule)
@@ -183,7 +183,7 @@ class SharingEngine(Engine):
         )
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _in_pass(self) -> Iterator[None]:
         """Enter a forward pass of all replicas. What is raised in it leaves them waiting, so that they all must end."""
         try:
             yield

@@ -150,6 +150,7 @@ def _join(hf_model: Any, joined: Joined, context: ModelContext) -> TokenDivision
         hf_model,
         own_stage.own_joined(hf_model, joined),
         context.communicator,
+        context.replicas,
         fused=context.optimize,
         mixing=names if context.shard.sequence else None,
     )

@@ -166,6 +166,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         tensor=Max(),
         experts=Flag(True),
         expert_replicas=Flag(True),
+        expert_groups=Flag(True),
         overlap=Flag(True),
         pipeline_ranks=Flag(True),
         sequence=Flag(True),

@@ -107,6 +107,7 @@ class ModelFamilyCapabilities:
             facts of a rank's part.
         experts: ranks can share mixtures by whole experts, as `Shard.experts` says.
         expert_replicas: so can replicas with tokens of their own, as `Shard.own_tokens` says.
+        expert_groups: so can replicas that are tensor groups, as `Shard.replicas` says.
         overlap: its models have `MixtureModel.forward_pieces`.
         sequence: ranks of a tensor group can add and norm hidden states of their own tokens alone, as `Shard.sequence`
             says. `inspect` refuses models where they cannot.
@@ -134,6 +135,7 @@ class ModelFamilyCapabilities:
     tensor: Max = Max(1)
     experts: Flag = Flag(False)
     expert_replicas: Flag = Flag(False)
+    expert_groups: Flag = Flag(False)
     overlap: Flag = Flag(False)
     pipeline_ranks: Flag = Flag(False)
     compiled: Flag = Flag(False)
@@ -156,6 +158,9 @@ class Shard:
         own_tokens: each rank has tokens of its own, any number. Then only mixtures are divided, by whole experts, and
             the model has `MixtureModel.idle_experts`.
         sequence: between attention and MLPs, a rank has hidden states of its own tokens alone.
+        replicas: number of tensor groups that share the experts of mixtures. Each has tokens of its own, any number.
+            The model has `MixtureModel.idle_experts` then.
+        replica: the place of the rank's group among them.
     """
 
     rank: int
@@ -165,6 +170,18 @@ class Shard:
     count_experts: bool = False
     own_tokens: bool = False
     sequence: bool = False
+    replicas: int = 1
+    replica: int = 0
+
+    @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks that share the experts."""
+        return self.replicas * self.size
+
+    @property
+    def expert_rank(self) -> int:
+        """Return the place of the rank among those that share the experts."""
+        return self.replica * self.size + self.rank
 
 
 @frozen(kw_only=True)
@@ -321,6 +338,8 @@ class ModelContext:
             the whole model.
         communicator: of the tensor group, which joins what the parts give. None without a shard. The outputs of
             `Model` are those of the whole model on each rank, bitwise the same.
+        replicas: of the ranks with the same place in each tensor group, in order of `Shard.replica`. None if
+            `Shard.replicas` is 1.
         own_stage: the stage to load alone, for a family that declares `pipeline_ranks`. The other stages are with other
             ranks, and nothing of them stays in memory. None for the whole model.
         with_embedding: the embedding is loaded beside a stage that does not begin with it, for `Model.embed`.
@@ -344,6 +363,7 @@ class ModelContext:
     weights: ModelWeights | None = None
     shard: Shard | None = None
     communicator: Communicator | None = None
+    replicas: Communicator | None = None
     own_stage: Stage | None = None
     with_embedding: bool = False
     compiler: str = ""
@@ -519,7 +539,7 @@ class MixtureModel(Model, Protocol):
     def idle_experts(self, pieces: int = 1) -> None:
         """Run the mixtures of a forward pass without tokens, while the other ranks run theirs with tokens.
 
-        Called only with `Shard.own_tokens`, after the first forward pass.
+        Called only with `Shard.own_tokens` or `Shard.replicas`, after the first forward pass.
 
         Args:
             pieces: of the forward pass, as the other ranks run it by `forward_pieces`.
@@ -543,8 +563,8 @@ class MixtureModel(Model, Protocol):
     def gather_experts(self, *, gathers: bool) -> None:
         """Let mixtures gather the tokens of all ranks from now on, or exchange them as at first.
 
-        Called only with `Shard.own_tokens`. While they gather, all ranks have as many tokens in a forward pass, and it
-        can be captured.
+        Called only with `Shard.own_tokens` or `Shard.replicas`. While they gather, all ranks have as many tokens in a
+        forward pass, and it can be captured.
         """
         ...
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.tensor_parallel import norms, sequence
-from slotline.plugins.model_families.tensor_parallel.expert_routing import OwnTokens, SameTokens
+from slotline.plugins.model_families.tensor_parallel.expert_routing import Column, OwnTokens, SameTokens
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.tensor_parallel.token_division import TokenDivision
 from slotline.registry.contracts.communicator import Communicator
@@ -26,6 +26,7 @@ def install(
     hf_model: Any,
     joined: Joined,
     communicator: Communicator,
+    replicas: Communicator | None = None,
     *,
     fused: bool = False,
     mixing: Collection[str] | None = None,
@@ -33,6 +34,8 @@ def install(
     """Let the modules' outputs be joined.
 
     Args:
+        communicator: of the ranks that divide layers.
+        replicas: of the ranks with the same part of them, whose mixtures share experts. None if there are no others.
         fused: whether our kernels may be used.
         mixing: names of the layers that mix tokens, if hidden states are divided by tokens. None if they are whole.
 
@@ -56,9 +59,10 @@ def install(
     for name, size in joined.gathered.items():
         hf_model.get_submodule(name).register_forward_hook(partial(_gather, communicator, size))
     form = OwnTokens if joined.own_tokens else SameTokens
+    column = Column() if replicas is None else Column(communicator.rank, communicator.size)
     for name in joined.mixtures:
         module: Any = hf_model.get_submodule(name)
-        module.forward = form(module, communicator, fused=fused)
+        module.forward = form(module, replicas or communicator, column, fused=fused)
     norms.connect(hf_model.get_submodule, joined.joining, communicator)
     return tokens
 

@@ -36,7 +36,7 @@ def divide(hf_model: Any, shard: Shard, body: Any = None) -> Joined:
     Raises:
         NegotiationError: if a size cannot be divided, or no layer of the model.
     """
-    work = Work(shard, Joined(own_tokens=shard.own_tokens))
+    work = Work(shard, Joined(own_tokens=shard.own_tokens or shard.replicas > 1))
     body = body or hf_model.base_model
     prefix = next(name for name, module in hf_model.named_modules() if module is body)
     layers = set(getattr(body, "layers", body).modules())  # encoders of other inputs may lie beside them

@@ -36,7 +36,7 @@ def refuse_left(named: Iterable[tuple[str, Any]], mixtures: Collection[str], sha
     left = [name for name, module in named if is_mixture(module) and name not in mixtures]
     if shard.experts and left:
         raise NegotiationError(
-            f"parallel.expert = {shard.size}: no recipe shares the experts of {left[0]!r}",
+            f"parallel.expert = {shard.expert_ranks}: no recipe shares the experts of {left[0]!r}",
             fix="set parallel.expert = 1",
         )
 
@@ -62,15 +62,16 @@ def own(module: Any, name: str, shard: Shard) -> None:
         NegotiationError: if the experts cannot be shared evenly.
     """
     experts = int(module.num_experts)
+    ranks, rank = shard.expert_ranks, shard.expert_rank
     slots = experts + shard.redundant_experts
-    if slots % shard.size or not 0 <= shard.redundant_experts <= experts * (shard.size - 1):
+    if slots % ranks or not 0 <= shard.redundant_experts <= experts * (ranks - 1):
         raise NegotiationError(
-            f"parallel.expert = {shard.size}: {experts} experts of {name!r} and {shard.redundant_experts} redundant "
-            f"ones cannot be shared evenly by {shard.size} ranks",
-            fix=f"set parallel.redundant_experts = {-experts % shard.size}",
+            f"parallel.expert = {ranks}: {experts} experts of {name!r} and {shard.redundant_experts} redundant "
+            f"ones cannot be shared evenly by {ranks} ranks",
+            fix=f"set parallel.redundant_experts = {-experts % ranks}",
         )
-    local = slots // shard.size
-    mine = torch.from_numpy(first_placement(experts, slots)[shard.rank * local : (shard.rank + 1) * local])
+    local = slots // ranks
+    mine = torch.from_numpy(first_placement(experts, slots)[rank * local : (rank + 1) * local])
     for weight in WEIGHTS:
         whole = module._parameters.get(weight)
         if whole is not None:
@@ -95,7 +96,7 @@ def tables(module: Any, experts: int, shard: Shard, device: torch.device) -> Non
     if shard.count_experts:
         module.register_buffer(LOADS, torch.zeros(experts, dtype=torch.int64, device=device), persistent=False)
     if device.type != "meta":
-        place(module, placement, shard.rank)
+        place(module, placement, shard.expert_rank)
 
 
 def first_placement(experts: int, slots: int) -> np.ndarray[Any, Any]:

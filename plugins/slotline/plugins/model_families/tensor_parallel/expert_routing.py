@@ -9,6 +9,9 @@
   and their sums come back. The host waits for the numbers of tokens, so it cannot be captured. A room of fixed size for
   each rank would need no such wait, but tokens beyond it would have to be dropped, which changes the output.
 
+Where tensor groups share experts, each rank gathers or exchanges with those of its place in the other groups, and only
+for the experts of these. The group, whose ranks have the same tokens, adds what all of them give.
+
 Experts of other ranks cost nothing in the product: transformers' forms skip a token whose expert has the number behind
 the last one.
 """
@@ -20,12 +23,29 @@ from itertools import count
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from slotline.plugins.model_families.tensor_parallel.expert_product import sums_of
 from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.errors import ModelError
 
 _calls = count()
+
+
+@frozen
+class Column:
+    """Ranks of the same place in all tensor groups that share experts.
+
+    Attributes:
+        rank: the place.
+        size: number of places. The experts of one column are on every so many-th rank.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+
+_ALONE = Column()
 
 
 class SameTokens:
@@ -37,8 +57,10 @@ class SameTokens:
 
     same_tokens = True
 
-    def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
-        self._module, self._fused = module, fused
+    def __init__(
+        self, module: Any, communicator: Communicator, column: Column = _ALONE, *, fused: bool = False
+    ) -> None:
+        self._module, self._column, self._fused = module, column, fused
         self.join(communicator)
         loads = getattr(module, "slotline_loads", None)
         self._one = None if loads is None else torch.ones((), dtype=torch.int64, device=loads.device)
@@ -108,8 +130,10 @@ class ExchangedTokens(SameTokens):
     same_tokens = False
     pause: Callable[[], None] | None = None
 
-    def __init__(self, module: Any, communicator: Communicator, *, fused: bool = False) -> None:
-        super().__init__(module, communicator, fused=fused)
+    def __init__(
+        self, module: Any, communicator: Communicator, column: Column = _ALONE, *, fused: bool = False
+    ) -> None:
+        super().__init__(module, communicator, column, fused=fused)
         self.calls, self.first = 0, 0
         self._none: tuple[torch.Tensor, ...] = ()
 
@@ -124,8 +148,9 @@ class ExchangedTokens(SameTokens):
         self.count(top_k_index)
         ranks, slots = self._communicator.size, self._module.num_experts
         places = entries(self._module.slotline_places, top_k_index)  # [tokens, k]
-        goes = torch.zeros(ranks, len(places), dtype=torch.bool, device=places.device)
-        goes.scatter_(0, (places // slots).T, True)
+        goes = torch.zeros(ranks + 1, len(places), dtype=torch.bool, device=places.device)
+        goes.scatter_(0, self._holders(places // slots).T, True)
+        goes = goes[:ranks]
         to, token = goes.nonzero(as_tuple=True)  # in order of the ranks
         sent, received = self._numbers(goes)
         parts = (hidden_states, places, top_k_weights)
@@ -133,7 +158,7 @@ class ExchangedTokens(SameTokens):
         if self.pause is not None:
             self.pause()
         given, there, weights = (one.finish() for one in started)
-        own = there - self._communicator.rank * slots
+        own = there - (self._communicator.rank * self._column.size + self._column.rank) * slots
         own = own.masked_fill_((own < 0) | (own >= slots), slots)
         sums = self._sums(given, own, weights) if len(given) else given
         returned = self._communicator.all_to_all(sums.contiguous(), received, sent)
@@ -147,6 +172,13 @@ class ExchangedTokens(SameTokens):
     def idle(self) -> None:
         """Compute what the other ranks send, without tokens of this rank. It was called with some before."""
         self(*self._none)
+
+    def _holders(self, holders: torch.Tensor) -> torch.Tensor:
+        """Return the place in the communicator [tokens, k] of holders among all ranks, behind the last of others."""
+        if self._column.size == 1:
+            return holders
+        elsewhere = holders % self._column.size != self._column.rank
+        return (holders // self._column.size).masked_fill(elsewhere, self._communicator.size)
 
     def _numbers(self, goes: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return the numbers of tokens for each rank, and from each rank."""

@@ -23,7 +23,7 @@ class Joined:
         joining: modules of ours that call the communicator themselves.
         whole: modules that each rank has whole, with the reason.
         mixtures: whose experts the ranks share, in order.
-        own_tokens: whether each rank has tokens of its own, so that these mixtures exchange them.
+        own_tokens: whether the ranks of mixtures have tokens of their own, so that these exchange them.
         divided: number of layers that were divided.
         cuts: what a rank has of tensors.
         parts: what a rank has of linear layers and embeddings, by path.
