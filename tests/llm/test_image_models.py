@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import tiny_sights
+import tiny_vision
+import torch
 from engine_driver import GREEDY, recorded, recorded_items
 from tiny_sights import SIGHTS, answer, image
 
@@ -61,6 +63,7 @@ def assert_same(name: str, path: Path, prompts: Asked, outputs: Sequence[Any]) -
     assert [output.outputs[0].token_ids for output in outputs] == [tokens for _, tokens in wanted]
 
 
+@pytest.mark.spread(4, slow=4)
 @pytest.mark.parametrize("name", SIGHTS)
 def test_a_batch_gives_transformers_tokens_twice(name: str, tiny_sight: Sight, engines: Engines) -> None:
     path = tiny_sight(name)
@@ -85,7 +88,7 @@ HARD: dict[str, dict[str, Any]] = {
 """What cuts, repeats or delays steps."""
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(3, slow=10)
 @pytest.mark.parametrize("hard", HARD)
 @pytest.mark.parametrize("name", SIGHTS)
 def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: Sight, engines: Engines) -> None:
@@ -107,7 +110,29 @@ def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: S
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
-@pytest.mark.slow
+def test_images_of_different_parts_are_encoded_together(tiny_sight: Sight, engines: Engines) -> None:
+    llm = engines(tiny_sight("llava_next"), block_size=4, **ROOM)
+    model = llm.engine.extension("multimodal").encoder.model
+    items = [model.process("image", tiny_vision.image(0, *size)).inputs for size in ((16, 20), (16, 24), (16, 30))]
+    assert len({str({name: value.shape for name, value in item.items()}) for item in items}) == 1
+    together = model.encode("image", items)
+    assert [len(embeddings) for embeddings in together] == [10, 14, 14]  # a part of the first image's tiles is unseen
+    for embeddings, item in zip(together, items, strict=True):
+        torch.testing.assert_close(embeddings, model.encode("image", [item])[0])
+
+
+def test_the_example_is_as_large_as_any_image(tiny_sight: Sight, engines: Engines) -> None:
+    llm = engines(tiny_sight("llava_onevision"), block_size=4, **ROOM)
+    model = llm.engine.extension("multimodal").encoder.model
+    counts = [
+        len(model.process("image", tiny_vision.image(0, height, width)).token_ids)
+        for height in range(2, 40, 3)
+        for width in range(2, 40, 3)
+    ]
+    assert len(model.example("image").token_ids) == max(counts)
+
+
+@pytest.mark.spread(0, slow=3)
 @pytest.mark.parametrize("name", SIGHTS)
 def test_compiled_kernels_give_transformers_tokens(name: str, tiny_sight: Sight, engines: Engines) -> None:
     path = tiny_sight(name)

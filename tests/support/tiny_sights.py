@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import tiny_vision
 import torch
 import transformers
 from attrs import field, frozen
+from transformers.models.smolvlm import processing_smolvlm
 
 SHAPES: tuple[tuple[int, int], ...] = ((16, 24), (24, 16), (32, 16), (16, 16))
 """Height and width of the image of each seed, over and over."""
@@ -120,8 +121,128 @@ def _tiles() -> Any:
     return transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=3)
 
 
+def _idefics3(ids: Mapping[str, int]) -> Any:
+    config = transformers.Idefics3Config(
+        vision_config=transformers.models.idefics3.Idefics3VisionConfig(**_VISION, image_size=16, patch_size=4),
+        text_config=transformers.LlamaConfig(**_SIZES),
+        image_token_id=ids["image_token"],
+        scale_factor=2,
+    )
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def _smolvlm(ids: Mapping[str, int]) -> Any:
+    config = transformers.SmolVLMConfig(
+        vision_config=transformers.models.smolvlm.SmolVLMVisionConfig(**_VISION, image_size=16, patch_size=4),
+        text_config=transformers.LlamaConfig(**_SIZES),
+        image_token_id=ids["image_token"],
+        scale_factor=2,
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def _splitting(kind: Any) -> Any:
+    return kind(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+
+
+def _smolvlm_words(found: Any, index: int) -> str:
+    return processing_smolvlm.get_image_prompt_string(
+        found["rows"][0][index],
+        found["cols"][0][index],
+        image_seq_len=4,
+        fake_token_around_image="<fake_token_around_image>",
+        image_token="<image>",
+        global_image_token="<global-img>",
+    )
+
+
+_PINPOINTS = [[16, 32], [32, 16], [16, 16], [32, 32]]
+
+
+def _llava_next(ids: Mapping[str, int]) -> Any:
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(**_VISION, image_size=16, patch_size=8),
+        text_config=transformers.MistralConfig(**_SIZES, sliding_window=None),
+        image_token_id=ids["image_token"],
+        image_grid_pinpoints=_PINPOINTS,
+    )
+    return transformers.LlavaNextForConditionalGeneration(config)
+
+
+def _next_tiles() -> Any:
+    return transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, image_grid_pinpoints=_PINPOINTS
+    )
+
+
+def _onevision(ids: Mapping[str, int]) -> Any:
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=transformers.SiglipVisionConfig(**_VISION, image_size=16, patch_size=8),
+        text_config=transformers.Qwen2Config(**_SIZES),
+        image_token_id=ids["image_token"],
+        video_token_id=ids["video_token"],
+        image_grid_pinpoints=_PINPOINTS,
+        vision_aspect_ratio="anyres_max_2",
+    )
+    return transformers.LlavaOnevisionForConditionalGeneration(config)
+
+
+def _onevision_tiles() -> Any:
+    return transformers.LlavaOnevisionImageProcessorPil(
+        size={"height": 16, "width": 16}, image_grid_pinpoints=_PINPOINTS
+    )
+
+
+_SPLIT = {
+    "fake_image_token": "<fake_token_around_image>",
+    "image_token": "<image>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    "global_image_token": "<global-img>",
+    **{f"row_{row}_col_{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)},
+}
 _ROWS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 SIGHTS: Mapping[str, TinySight] = {
+    "idefics3": TinySight(
+        placeholder="<image>",
+        tokens=_SPLIT,
+        model=_idefics3,
+        image_processor=partial(_splitting, transformers.Idefics3ImageProcessorPil),
+        processor="Idefics3Processor",
+        settings={"image_seq_len": 4},
+    ),
+    "smolvlm": TinySight(
+        placeholder="<image>",
+        tokens=_SPLIT,
+        model=_smolvlm,
+        image_processor=partial(_splitting, transformers.SmolVLMImageProcessorPil),
+        processor="SmolVLMProcessor",
+        settings={"image_seq_len": 4},
+        expanded=_smolvlm_words,
+    ),
+    "llava_next": TinySight(
+        placeholder="<image>",
+        tokens={"image_token": "<image>"},
+        model=_llava_next,
+        image_processor=_next_tiles,
+        processor="LlavaNextProcessor",
+        settings={
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "llava_onevision": TinySight(
+        placeholder="<image>",
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+        model=_onevision,
+        image_processor=_onevision_tiles,
+        processor="LlavaOnevisionProcessor",
+        settings={
+            "num_image_tokens": 4,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+    ),
     "mistral3": TinySight(
         placeholder="[IMG]",
         tokens=_ROWS,
@@ -164,6 +285,7 @@ class _Processor:
         self._sight = sight
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         self._images = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        self._images.return_row_col_info = True  # not saved, and not read by processors that split nothing
         if sight.expanded is None:
             original = getattr(transformers, sight.processor)
             kind = type("Lone", (original,), {"check_argument_for_proper_class": lambda *_: None})

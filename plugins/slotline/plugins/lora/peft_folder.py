@@ -213,8 +213,8 @@ def _by_module(
 
 
 def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return the module of a name in the file. A model of images and text calls its decoder `language_model`."""
-    for candidate in (name, name.replace("language_model.", "", 1)):
+    """Return the module of a name in the file. A model of images and text calls its decoder so."""
+    for candidate in (name, name.replace("language_model.", "", 1), name.replace("text_model.", "", 1)):
         if candidate in modules:
             return candidate
     return None

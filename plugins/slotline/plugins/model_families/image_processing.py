@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.model_families import processors
+from slotline.plugins.model_families import processors, tiled_images
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.remote_code import remote_code
@@ -84,5 +84,7 @@ class ImageProcessing:
 
     def example(self) -> ProcessedItem:
         """Return the grey rectangle with the most tokens."""
-        items = [self.process(self._image.new("RGB", (EXAMPLE_SIZE, side), (128, 128, 128))) for side in EXAMPLE_SIDES]
+        found = tiled_images.largest(self._processor)
+        sizes = [(side, EXAMPLE_SIZE) for side in EXAMPLE_SIDES] if found is None else [found]
+        items = [self.process(self._image.new("RGB", (width, height), (128, 128, 128))) for height, width in sizes]
         return max(items, key=lambda item: len(item.token_ids))

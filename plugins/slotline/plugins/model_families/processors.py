@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
@@ -12,6 +13,8 @@ from slotline.registry.json_file import read_object
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 """Files that may name the class of a processor, in transformers' order."""
+_ALIKE = MappingProxyType({"SmolVLMProcessor": "Idefics3Processor"})
+"""Classes that cannot be made without a package for videos, and others that treat images in the same way."""
 
 
 def for_images(path: Path) -> Any:
@@ -19,8 +22,9 @@ def for_images(path: Path) -> Any:
 
     A processor without other parts is read by transformers itself.
     """
-    found = processor_class_from_name(_class_name(path))
-    if found is None or set(found.get_attributes()) <= {"image_processor", "tokenizer"}:
+    name = _class_name(path)
+    found = processor_class_from_name(_ALIKE.get(name, name))
+    if name not in _ALIKE and (found is None or set(found.get_attributes()) <= {"image_processor", "tokenizer"}):
         return AutoProcessor.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     members = {"_get_arguments_from_pretrained": classmethod(_parts), "check_argument_for_proper_class": _accept}
     partial: Any = type(found.__name__, (found,), members)

@@ -20,9 +20,13 @@ TIMED: tuple[str, ...] = GRIDS[2:]
 """Those that write times between the frames of a video."""
 
 ARCHITECTURES: tuple[str, ...] = (
+    "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
     *GRIDS,
 )

@@ -31,6 +31,8 @@ from slotline.registry.contracts.model_family import Modality, ModelContext, Mod
 from slotline.registry.errors import ModelError
 
 IMAGE, VIDEO = "image", "video"
+DECODER_NAMES = frozenset({"language_model", "text_model"})
+"""Names of the decoder among the parts of a model with vision."""
 
 
 class TransformersVision(TransformersDecoder):
@@ -47,7 +49,7 @@ class TransformersVision(TransformersDecoder):
         facts = inspection.facts_of(_decoder_of(found), shard)
         with inspection.sizes_that_fit(found), torch.device("meta"):
             encoder = found.model_class(found.config).model
-        del encoder.language_model
+        _take_decoder(encoder)
         size = sum(parameter.numel() for parameter in encoder.parameters())
         return evolve(
             facts,
@@ -135,7 +137,10 @@ class VisionModel(DecoderModel):
         further = getattr(outputs, "deepstack_features", None) or ()
         parts = [torch.cat(list(part)).flatten(0, -2) for part in (outputs.pooler_output, *further)]
         rows = torch.cat(parts, dim=-1)  # [all items' embeddings, (1 + layer_embeds) * hidden_size]
-        return list(rows.chunk(len(items)))  # of equal shapes, so of equal numbers of embeddings
+        pooled = outputs.pooler_output
+        if len(pooled) == len(items):
+            return list(rows.split([part[..., 0].numel() for part in pooled]))
+        return list(rows.chunk(len(items)))  # of equal numbers of parts, which are of one size
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder as a separate causal model, and the rest of the base model."""
@@ -145,12 +150,18 @@ class VisionModel(DecoderModel):
         self._rule = bare(encoder)
         with torch.device("meta"):
             hf_model = decoder.model_class(decoder.config)
-        hf_model.model, hf_model.lm_head = encoder.language_model, whole.lm_head
+        hf_model.model, hf_model.lm_head = _take_decoder(encoder), whole.lm_head
         hf_model.config = whole.config.text_config  # the very object that the attention modules read
-        del encoder.language_model
         binding.register(binding.ATTENTION_NAME, binding.slot_attention)
         hf_model.config._attn_implementation = binding.ATTENTION_NAME
         return hf_model.eval().requires_grad_(False), encoder
+
+
+def _take_decoder(whole: torch.nn.Module) -> torch.nn.Module:
+    """Return the decoder of a model without a head, which loses it."""
+    name, decoder = next((name, child) for name, child in whole.named_children() if name in DECODER_NAMES)
+    delattr(whole, name)
+    return decoder
 
 
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
