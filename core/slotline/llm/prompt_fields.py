@@ -31,6 +31,8 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], reader: An
     fields = {key: plain_number(value) for key, value in prompt.items()}
     if fields.get("prompt_embeds", fields) is None:
         del fields["prompt_embeds"]
+    if fields.keys() & {"multi_modal_data"} and reader is not None and reader.raw is not None:
+        fields.setdefault("prompt_token_ids", [reader.raw])  # the item is all that the model reads
     unknown = set(fields) - PROMPT_KEYS
     if unknown or not {"prompt", "prompt_token_ids", "prompt_embeds"} & set(fields):
         raise RequestError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
@@ -25,6 +25,9 @@ from slotline.plugins.multimodal.item_scheduler import ItemScheduler
 from slotline.plugins.multimodal.prompt_reader import PromptReader
 from slotline.registry.contracts import ExtensionContext, MultimodalModel
 from slotline.registry.errors import RequestError
+
+if TYPE_CHECKING:
+    from slotline.plugins.multimodal.raw_inputs import RawInputs
 
 NAME = "multimodal"
 
@@ -177,9 +180,13 @@ class CrossAttentionExtension(MultimodalExtension):
         return {}
 
 
-def build(context: ExtensionContext) -> MultimodalExtension:
+def build(context: ExtensionContext) -> MultimodalExtension | RawInputs:
     """Build the extension, with what else the model reads of a step."""
     parts: Parts = context.parts
+    if any(modality.raw for modality in parts.planned.facts.modalities):
+        from slotline.plugins.multimodal.raw_inputs import RawInputs
+
+        return RawInputs(parts)
     if parts.planned.facts.position_axes > 1 or parts.planned.facts.layer_embeds:
         from slotline.plugins.multimodal.further_inputs import AxesExtension, LayersExtension
 

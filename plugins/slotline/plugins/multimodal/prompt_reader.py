@@ -30,12 +30,14 @@ class PromptReader:
     Attributes:
         placeholders: the placeholder token of each modality.
         cross: the modalities that cross-attention reads.
+        raw: the placeholder that stands for a prompt of one item, None for a model that reads tokens.
     """
 
     def __init__(self, model: MultimodalModel, facts: ModelFacts, config: MultimodalConfig) -> None:
         self._model, self._config = model, config
         self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
         self.cross = frozenset(m.name for m in facts.modalities if m.cross)
+        self.raw = next((m.placeholder_token_id for m in facts.modalities if m.raw), None)
         self._max_encoder_len = facts.max_encoder_len
         self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
 

@@ -236,11 +236,15 @@ class Modality:
         cross: True if the embeddings are read by layers of type ``cross`` instead of replacing tokens. Every prompt
             then has exactly one item and no placeholder. In `ProcessedItem.token_ids` the placeholder's id, which is
             not a token then, still represents one embedding.
+        raw: True if `forward` reads the items' inputs themselves, and no token or embedding. Every prompt is then one
+            item of one placeholder token, which stands for the row of hidden states that the item gives. The family's
+            `capture_refusal` says that no graph holds them.
     """
 
     name: str
     placeholder_token_id: int
     cross: bool = False
+    raw: bool = False
 
 
 @frozen(kw_only=True, eq=False)
@@ -670,6 +674,7 @@ class MultimodalModel(Model, Protocol):
         encoder_states: torch.Tensor | None = None,
         position_offsets: torch.Tensor | None = None,
         layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
+        raw_inputs: Sequence[Mapping[str, torch.Tensor]] = (),
     ) -> torch.Tensor:
         """Run a step like `Model.forward`, with embeddings in place of token ids if given.
 
@@ -686,6 +691,9 @@ class MultimodalModel(Model, Protocol):
 
         `layer_embeds` are passed only to a model with some, and only with `inputs_embeds`: indices [n] int64 of tokens,
         and values [layer_embeds, n, hidden_size] to be added to these tokens' hidden states after the first layers.
+
+        `raw_inputs` are passed only to a model with a `Modality.raw`: the `inputs` of an item for each token, in host
+        memory. Such a model serves tasks that pool, and its `encode` and `embed` are never called.
         """
         ...
 
