@@ -20,7 +20,7 @@ from slotline.registry.errors import CapacityError, PluginError, PluginLoadError
 
 Tiny = Callable[..., Path]
 PLUGINS = SUPPORT / "broken_plugins.py"
-FAMILIES = tuple(f"model_family:transformers_{name}" for name in ("decoder", "vision", "encoder", "speech"))
+FAMILIES = tuple(f"model_family:transformers_{name}" for name in ("decoder", "vision", "encoder", "seq2seq", "speech"))
 SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.ATTENTION: {"backend": "broken"},
     Kind.STATE: {"state.backend": "broken"},

@@ -103,7 +103,7 @@ class Submitter:
             RequestError: if the prompt cannot be read.
         """
         with self.front.plugins.naming():
-            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self._reader)
+            return prompt_fields(prompt, lambda: self.tokenizer, self._reader)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text.

@@ -18,8 +18,6 @@ from slotline.registry.safe_repr import safe_repr
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
-_GIVEN_AS = ("prompt", "prompt_token_ids", "prompt_embeds")
-PROMPT_KEYS = {*_GIVEN_AS, "multi_modal_data", "token_type_ids", "priority", "cache_salt", "request_id"}
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

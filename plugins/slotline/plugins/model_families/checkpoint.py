@@ -21,6 +21,7 @@ from slotline.plugins.model_families.decoder import (
     TAGGERS,
     VETTED,
 )
+from slotline.plugins.model_families.seq2seq import ARCHITECTURES as SEQ2SEQ
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS
@@ -229,10 +230,10 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
     named = raw.get("architectures") or []
     whole = not any(tried.is_tried(name) for name in named)
-    if raw.get("is_encoder_decoder") and whole and not set(named) & set(SPEECH):
+    if raw.get("is_encoder_decoder") and whole and not set(named) & {*SPEECH, *SEQ2SEQ}:
         raise ModelError(
             f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); which is not served",
-            fix=f"use a decoder-only checkpoint, or one of {', '.join(SPEECH)}",
+            fix=f"use a decoder-only checkpoint, or one of {', '.join((*SPEECH, *SEQ2SEQ))}",
         )
     for architecture in named:
         if architecture in served or (served is SERVED and tried.is_tried(architecture)):

@@ -21,15 +21,22 @@ def pass_on(hf_model: Any) -> Any:
 
     A decoder that takes them itself is left alone.
     """
-    body = hf_model.base_model
+    pass_to(hf_model.base_model)
+    return hf_model
+
+
+def pass_to(body: nn.Module) -> None:
+    """Let a decoder's embeddings of positions get the `position_ids` of its forward."""
     if PARAMETER in inspect.signature(body.forward).parameters:
-        return hf_model
+        return
     current: list[torch.Tensor | None] = [None]
     for module in body.modules():
-        if isinstance(module, nn.Embedding) and PARAMETER in inspect.signature(module.forward).parameters:
-            module.forward = _told(module, current)  # type: ignore[method-assign]
+        own = type(module).forward  # without an earlier call's change
+        if isinstance(module, nn.Embedding) and PARAMETER in inspect.signature(own).parameters:
+            module.forward = _told(module, current)
+        elif hasattr(module, "create_position_ids_from_input_ids"):
+            module.forward = _looked_up(module, current)
     body.forward = _telling(body, current)
-    return hf_model
 
 
 def quiet(hf_model: nn.Module) -> None:
@@ -45,7 +52,7 @@ def _say_nothing(*_: Any, **__: Any) -> None:
 
 def _told(module: nn.Module, current: list[torch.Tensor | None]) -> Any:
     """Return the forward of an embedding with the current positions, in as many dimensions as it is called with."""
-    original = module.forward
+    original = type(module).forward.__get__(module)
     signature = inspect.signature(original)
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -55,6 +62,17 @@ def _told(module: nn.Module, current: list[torch.Tensor | None]) -> Any:
             flat = isinstance(given, torch.Tensor) and given.ndim == 1
             bound.arguments[PARAMETER] = positions[0] if flat else positions
         return original(*bound.args, **bound.kwargs)
+
+    return forward
+
+
+def _looked_up(module: Any, current: list[torch.Tensor | None]) -> Any:
+    """Return the forward of a table of positions that begin after the padding's, for the current positions."""
+    original = type(module).forward.__get__(module)
+
+    def forward(*args: Any, **options: Any) -> Any:
+        positions = current[0]
+        return original(*args, **options) if positions is None else module.weights[positions + module.padding_idx + 1]
 
     return forward
 

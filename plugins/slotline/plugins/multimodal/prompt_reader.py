@@ -31,6 +31,8 @@ class PromptReader:
         placeholders: the placeholder token of each modality.
         cross: the modalities that cross-attention reads.
         raw: the placeholder that stands for a prompt of one item, None for a model that reads tokens.
+        prompt: the modality whose items are an encoder's prompts, None for a model without one.
+        decoder_start: the token that a decoder's prompt begins with.
     """
 
     def __init__(self, model: MultimodalModel, facts: ModelFacts, config: MultimodalConfig) -> None:
@@ -38,6 +40,8 @@ class PromptReader:
         self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
         self.cross = frozenset(m.name for m in facts.modalities if m.cross)
         self.raw = next((m.placeholder_token_id for m in facts.modalities if m.raw), None)
+        self.prompt = next((m.name for m in facts.modalities if m.prompt), None)
+        self.decoder_start = facts.decoder_start
         self._max_encoder_len = facts.max_encoder_len
         self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
 
@@ -61,13 +65,17 @@ class PromptReader:
         tokens, features = list(token_ids), list[Feature]()
         media = MediaReader(self._config, remote=False)
         for modality, given in data.items():
-            items = [self._model.process(modality, media.read(modality, item)) for item in as_items(given)]
+            items = [self._model.process(modality, media.read(modality, item)) for item in self._items(modality, given)]
             if modality in self.cross:
                 features += [self._feature(item, self.placeholders[modality], 0) for item in items]
             else:
                 tokens, features = self._place(modality, tokens, items, features)
         features.sort(key=lambda feature: feature.start)
         return tokens, tuple(features)
+
+    def _items(self, modality: str, given: Any) -> list[Any]:
+        """Return the items of a modality. A prompt is one, though it is a list."""
+        return [given] if modality == self.prompt else as_items(given)
 
     def validate(self, token_ids: Sequence[int], features: Sequence[Feature]) -> None:
         """Refuse a prompt with placeholders without an item, or without its one item for cross-attention.

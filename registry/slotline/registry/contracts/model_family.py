@@ -239,12 +239,15 @@ class Modality:
         raw: True if `forward` reads the items' inputs themselves, and no token or embedding. Every prompt is then one
             item of one placeholder token, which stands for the row of hidden states that the item gives. The family's
             `capture_refusal` says that no graph holds them.
+        prompt: True if an item is a prompt: token ids, or a text that becomes token ids before `process` gets it. A
+            plain prompt of a user is this item, and the decoder's prompt begins with `ModelFacts.decoder_start`.
     """
 
     name: str
     placeholder_token_id: int
     cross: bool = False
     raw: bool = False
+    prompt: bool = False
 
 
 @frozen(kw_only=True, eq=False)
@@ -296,6 +299,7 @@ class ModelFacts:
             `MultimodalModel` with `axis_positions`, whose forward takes `position_offsets`.
         layer_embeds: number of first layers behind which embeddings of items are added. Above 0,
             `MultimodalModel.encode` returns them too, and `forward` takes `layer_embeds`.
+        decoder_start: the token that a decoder's prompt begins with, of a model with a `Modality.prompt`.
     """
 
     architecture: str
@@ -321,6 +325,7 @@ class ModelFacts:
     token_types: int = 1
     position_axes: int = 1
     layer_embeds: int = 0
+    decoder_start: int = 0
 
 
 @frozen(kw_only=True)

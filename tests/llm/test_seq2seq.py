@@ -1,0 +1,148 @@
+"""Text to text through the runner: transformers' tokens, whatever steps, memory and neighbours do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import GREEDY, recorded, recorded_items
+from tiny_models import VOCAB_SIZE
+from tiny_seq2seq import CLASSES, build, greedy_reference, oracle
+
+from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import NegotiationError, RequestError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Engines = Callable[..., LLM]
+START = 2
+ENCODED = [[5, 6, 7, 2], list(range(20, 50)), [9, 2], list(range(90, 107)), [301, 44, 2]]
+DECODED = [[START], [START, 11], [START, *range(200, 221)], [START, 7, 9], [START]]
+BLOCK_KIB = 24  # keys and values of 16 tokens in three layers of either kind
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The checkpoint of a family."""
+    paths: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in paths:
+            paths[family] = build(tmp_path_factory.mktemp("seq2seq") / family, family)
+        return paths[family]
+
+    return get
+
+
+def prompts() -> list[Any]:
+    """Prompts for the encoder alone, and for both sides, the decoder's with and without its start."""
+    with_start = zip(ENCODED[1:3], DECODED[1:3], strict=True)
+    both = [{"encoder_prompt": one, "decoder_prompt": {"prompt_token_ids": other}} for one, other in with_start]
+    last = {"encoder_prompt": {"prompt_token_ids": ENCODED[3]}, "decoder_prompt": DECODED[3][1:]}
+    return [ENCODED[0], *both, last, {"prompt_token_ids": ENCODED[4]}]
+
+
+def expected(path: Path, count: int = 20) -> list[list[int]]:
+    return [greedy_reference(path, one, other, count) for one, other in zip(ENCODED, DECODED, strict=True)]
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.spread(3)
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_batch_gives_transformers_tokens(family: str, made: Callable[[str], Path], engines: Engines) -> None:
+    path = made(family)
+    wanted = expected(path)
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # what is read matters
+    assert max(len(set(tokens)) for tokens in wanted) > 5
+    outputs = engines(path, max_num_batched_tokens=7).generate(prompts(), GREEDY)
+    assert tokens_of(outputs) == wanted
+    assert [output.prompt_token_ids for output in outputs] == DECODED
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preempted_requests_read_their_encoder_again(
+    asynchronous: bool, made: Callable[[str], Path], engines: Engines
+) -> None:
+    settings = {"scheduler.async": asynchronous, "multimodal.cache_tokens": 64, "multimodal.max_tokens_per_step": 64}
+    llm = engines(made("bart"), memory=f"{BLOCK_KIB * 10}KiB", **settings)
+    with recorded(llm) as steps, recorded_items(llm) as items:
+        assert tokens_of(llm.generate(prompts(), GREEDY)) == expected(made("bart"))
+    assert sum(len(step.preempted) for step in steps) > 0
+    assert max(len(each.encode) for each in items) > 1  # prompts of one step are encoded together
+
+
+def test_equal_prompts_are_encoded_once(made: Callable[[str], Path], engines: Engines) -> None:
+    llm = engines(made("bart"))
+    with recorded_items(llm) as items:
+        first = llm.generate([ENCODED[1], ENCODED[0], ENCODED[1]], GREEDY)
+        again = llm.generate([{"encoder_prompt": ENCODED[1], "decoder_prompt": [17]}], GREEDY)
+    assert sum(len(each.encode) for each in items) == 2
+    assert tokens_of(first)[0] == tokens_of(first)[2] != tokens_of(again)[0]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_log_probabilities_are_transformers(temperature: float, made: Callable[[str], Path], engines: Engines) -> None:
+    path = made("bart")
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
+    for output, encoded, decoded in zip(engines(path).generate(prompts(), params), ENCODED, DECODED, strict=True):
+        chosen = output.outputs[0]
+        given = torch.tensor([[*decoded, *chosen.token_ids]])
+        with torch.no_grad():
+            logits = oracle(path)(input_ids=torch.tensor([encoded]), decoder_input_ids=given).logits[0]
+        wanted = logits[len(decoded) - 1 : -1].log_softmax(-1)
+        for place, entry in enumerate(chosen.logprobs or ()):
+            for token, value in entry.items():
+                assert value.logprob == pytest.approx(wanted[place, token].item(), abs=1e-4)
+    assert chosen.logprobs is not None
+
+
+def test_texts_are_read_on_both_sides(made: Callable[[str], Path], engines: Engines) -> None:
+    llm = engines(made("bart"))
+    encode = llm.tokenizer.encode
+    plain, both = llm.generate(["def main(", {"encoder_prompt": "def main(", "decoder_prompt": "import os"}], GREEDY)
+    assert (plain.prompt, plain.prompt_token_ids) == ("def main(", [START])
+    assert both.prompt_token_ids == [START, *encode("import os")]
+    found = [greedy_reference(made("bart"), encode("def main("), one.prompt_token_ids, 20) for one in (plain, both)]
+    assert tokens_of([plain, both]) == found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (list(range(65)), "the encoder prompt has 65 tokens, and the encoder reads from 1 to 64"),
+        ({"encoder_prompt": []}, "the encoder prompt has 0 tokens"),
+        ("", "the encoder_prompt is empty"),
+        ([5, VOCAB_SIZE], f"the encoder prompt has token {VOCAB_SIZE}, and the model knows {VOCAB_SIZE} tokens"),
+        ({"encoder_prompt": [5], "decoder_prompt": [VOCAB_SIZE]}, f"{VOCAB_SIZE}"),
+        ({"encoder_prompt": [5], "decoder_prompt": list(range(64))}, "65 tokens"),
+        ({"encoder_prompt": 5}, "5"),
+        ({"encoder_prompt": {"text": "a"}}, "encoder_prompt={'text': 'a'} cannot be read"),
+        ({"encoder_prompt": [5], "prompt": "a"}, "a prompt has prompt beside encoder_prompt"),
+        ({"decoder_prompt": [5]}, "a decoder_prompt without an encoder_prompt"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data has image"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_by_name(
+    prompt: Any, message: str, made: Callable[[str], Path], engines: Engines
+) -> None:
+    llm = engines(made("bart"))
+    with pytest.raises(RequestError, match=message) as caught:
+        llm.generate([prompt], GREEDY)
+    assert caught.value.fix
+    assert not llm.engine.has_work
+
+
+def test_an_encoder_prompt_needs_an_encoder(tiny: Callable[..., Path], engines: Engines) -> None:
+    with pytest.raises(RequestError, match="whose encoder, if it has one, reads no prompt"):
+        engines(tiny("llama")).generate({"encoder_prompt": [5], "decoder_prompt": [6]}, GREEDY)
+
+
+def test_prefixes_are_not_shared(made: Callable[[str], Path], engines: Engines) -> None:
+    with pytest.raises(NegotiationError, match="prefix"):
+        engines(made("bart"), enable_prefix_caching=True)
