@@ -153,8 +153,8 @@ def _expanded(model: Any, tokenizer: Any, token: int, grid: Sequence[int], fps: 
     return [one for text in said for one in [*tokenizer(text)["input_ids"], start, *row, end]]
 
 
-@cache
-def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+def inputs_of(path: Path, text: str, seeds: Sequence[int], videos: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
+    """The tokens of a prompt as the model reads them, and what else transformers' forward takes."""
     model, tokenizer, processor = _oracle(path)
     given = dict[str, Any]()
     if seeds:
@@ -179,6 +179,13 @@ def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ..
     if given:
         image_token, video_token = kinds
         given["mm_token_type_ids"] = (tokens == image_token).int() + 2 * (tokens == video_token).int()
+    return ids, given
+
+
+@cache
+def _answer(path: Path, text: str, seeds: tuple[int, ...], videos: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    model, (ids, given) = _oracle(path)[0], inputs_of(path, text, seeds, videos)
+    tokens = torch.tensor([ids])
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         out = model.generate(

@@ -67,6 +67,7 @@ from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
+from slotline.planner.video_pruning import choose_video_pruning
 from slotline.planner.weight_source import find_source
 from slotline.planner.weights import (
     WeightsChoice,
@@ -391,6 +392,7 @@ def _negotiated(
             *compilation,
             *(draft_length_setting(loaded, max_model_len) if drafter else ()),
             *choose_prompt_embeds(loaded, facts, family_descriptor, drafter),
+            *choose_video_pruning(loaded, facts),
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),

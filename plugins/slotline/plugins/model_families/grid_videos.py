@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available
 
+from slotline.plugins.model_families.video_pruning import KEPT, kept_tokens
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import RequestError
 
@@ -85,6 +87,13 @@ class VideoProcessing:
             token_ids=self._tokens(grid, seconds, len(video.get("frames", range(int(grid[0, 0]) * self._frames)))),
             inputs={PATCHES: patches.float(), GRID: grid.long(), **further},
         )
+
+    def prune(self, video: ProcessedItem, rate: float) -> ProcessedItem:
+        """Return a video with fewer tokens, see `video_pruning`. Times between them stay."""
+        kept = kept_tokens(video.inputs[PATCHES], int(video.inputs[GRID][0, 0]), self._merge**2, rate)
+        left, placeholder = iter(kept.flatten().tolist()), self._modality.placeholder_token_id
+        tokens = [token for token in video.token_ids if token != placeholder or next(left)]
+        return evolve(video, token_ids=tokens, inputs={**video.inputs, KEPT: kept})
 
     def example(self) -> ProcessedItem:
         """Return a grey video."""

@@ -26,6 +26,7 @@ from slotline.plugins.model_families.grid_videos import VideoProcessing, times_w
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
+from slotline.plugins.model_families.video_pruning import KEPT, unpruned
 from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
@@ -100,7 +101,13 @@ class VisionModel(DecoderModel):
     ) -> tuple[npt.NDArray[np.int64], int]:
         """See `slotline.registry.contracts.model_family.MultimodalModel.axis_positions`."""
         apart = (VIDEO,) if self.facts.architecture in TIMED else ()
-        return grid_positions(self._rule, self._placeholders, token_ids, items, apart)
+        videos = [inputs[KEPT] for _, inputs in items if KEPT in inputs]
+        if not videos:
+            return grid_positions(self._rule, self._placeholders, token_ids, items, apart)
+        start = self._rule.config.vision_start_token_id if apart else None
+        whole, places = unpruned(list(token_ids), self._placeholders[VIDEO], videos, start)
+        positions = grid_positions(self._rule, self._placeholders, whole, items, apart)[0][:, places]
+        return positions, int(positions[:, -1].max()) + 1 - len(places)
 
     def forward(
         self, *args: Any, layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any
@@ -115,16 +122,29 @@ class VisionModel(DecoderModel):
         """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
         return self._processing[modality].process(item)
 
+    def prune(self, item: ProcessedItem, rate: float) -> ProcessedItem:
+        """See `slotline.registry.contracts.model_family.PruningModel.prune`."""
+        processing = self._processing[item.modality]
+        assert isinstance(processing, VideoProcessing)
+        return processing.prune(item, rate)
+
     def example(self, modality: str) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.example`."""
         return self._processing[modality].example()
 
     @torch.inference_mode()
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Return embeddings [n, (1 + layer_embeds) * hidden_size] of each item. Equal neighbours go together."""
+        """Return embeddings [n, (1 + layer_embeds) * hidden_size] of each item.
+
+        Neighbours of equal shapes go together. Pruned items go alone, since a step counts only what is left of them.
+        """
         outputs: list[torch.Tensor] = []
         for _, alike in groupby(items, key=lambda item: {name: value.shape for name, value in item.items()}):
-            outputs += self._encode_alike(modality, list(alike))
+            group = list(alike)
+            if KEPT not in group[0]:
+                outputs += self._encode_alike(modality, group)
+                continue
+            outputs += [_kept(item, *self._encode_alike(modality, [item])) for item in group]
         return outputs
 
     def _encode_alike(self, modality: str, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -137,10 +157,11 @@ class VisionModel(DecoderModel):
         further = getattr(outputs, "deepstack_features", None) or ()
         parts = [torch.cat(list(part)).flatten(0, -2) for part in (outputs.pooler_output, *further)]
         rows = torch.cat(parts, dim=-1)  # [all items' embeddings, (1 + layer_embeds) * hidden_size]
-        pooled = outputs.pooler_output
-        if len(pooled) == len(items):
-            return list(rows.split([part[..., 0].numel() for part in pooled]))
-        return list(rows.chunk(len(items)))  # of equal numbers of parts, which are of one size
+        if len(items) == 1:
+            return [rows]
+        pooled, equal = outputs.pooler_output, len(rows) // len(items)
+        counts = [part[..., 0].numel() for part in pooled] if len(pooled) == len(items) else [equal] * len(items)
+        return [part.clone() for part in rows.split(counts)]  # each in memory that it can give back
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
         """Return the decoder as a separate causal model, and the rest of the base model."""
@@ -164,11 +185,15 @@ def _take_decoder(whole: torch.nn.Module) -> torch.nn.Module:
     return decoder
 
 
+def _kept(item: Mapping[str, torch.Tensor], embeddings: torch.Tensor) -> torch.Tensor:
+    return embeddings[item[KEPT].flatten().nonzero().flatten().to(embeddings.device, non_blocking=True)]
+
+
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
     image = Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id))
     if found.architecture not in GRIDS:
         return (image,)
-    return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id))
+    return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id), prunable=True)
 
 
 def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:

@@ -45,7 +45,6 @@ class MultimodalExtension:
     def __init__(self, parts: Parts) -> None:
         planned, scheduler = parts.planned, parts.planned.loaded.config.scheduler
         model: MultimodalModel = parts.model  # type: ignore[assignment]  # a model with modalities is one
-        self.reader = PromptReader(model, planned.facts, planned.loaded.config.multimodal)
         self.cache = _cache_of(parts, model)
         self.items = ItemScheduler(
             parts.rows,
@@ -61,6 +60,9 @@ class MultimodalExtension:
         self.limit_tokens = self.items.limit_tokens
         self.limit_prompt = self.items.limit_prompt
         self.unschedule = self.items.unschedule
+        config = planned.loaded.config.multimodal
+        self.reader = PromptReader(model, planned.facts, config)
+        self._most_encoded = int(self.cache.max_tokens_per_step / (1 - config.video_pruning_rate))  # before pruning
         self._profiler = parts.profiler
         self._features: tuple[tuple[int, Feature], ...] = ()  # of the step that is being prepared
 
@@ -123,7 +125,7 @@ class MultimodalExtension:
         """Encode as much as a step may. Return memory as large as a full cache."""
         what = "encoding as much as a step may"
         with oom_as_capacity_error(what, "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"):
-            return self.encoder.profile(self.cache.capacity, self.cache.max_tokens_per_step)
+            return self.encoder.profile(self.cache.capacity, self._most_encoded)
 
     def reset(self) -> None:
         """Forget all embeddings. No request may hold any."""

@@ -13,7 +13,7 @@ import torch
 from slotline.media.reader import MediaReader
 from slotline.plugins.multimodal.features import Feature
 from slotline.registry.config.schema import MultimodalConfig
-from slotline.registry.contracts import ModelFacts, MultimodalModel, ProcessedItem
+from slotline.registry.contracts import ModelFacts, MultimodalModel, ProcessedItem, PruningModel
 from slotline.registry.errors import ModelError, RequestError
 from slotline.text.items import as_items
 
@@ -33,6 +33,7 @@ class PromptReader:
         raw: the placeholder that stands for a prompt of one item, None for a model that reads tokens.
         prompt: the modality whose items are an encoder's prompts, None for a model without one.
         decoder_start: the token that a decoder's prompt begins with.
+        pruned: the modalities whose items lose tokens.
     """
 
     def __init__(self, model: MultimodalModel, facts: ModelFacts, config: MultimodalConfig) -> None:
@@ -42,6 +43,7 @@ class PromptReader:
         self.raw = next((m.placeholder_token_id for m in facts.modalities if m.raw), None)
         self.prompt = next((m.name for m in facts.modalities if m.prompt), None)
         self.decoder_start = facts.decoder_start
+        self.pruned = frozenset(m.name for m in facts.modalities if m.prunable and config.video_pruning_rate)
         self._max_encoder_len = facts.max_encoder_len
         self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
 
@@ -66,6 +68,7 @@ class PromptReader:
         media = MediaReader(self._config, remote=False)
         for modality, given in data.items():
             items = [self._model.process(modality, media.read(modality, item)) for item in self._items(modality, given)]
+            items = [self._processed(modality, media.read(modality, item)) for item in as_items(given)]
             if modality in self.cross:
                 features += [self._feature(item, self.placeholders[modality], 0) for item in items]
             else:
@@ -93,6 +96,13 @@ class PromptReader:
                     f"the prompt has {found} {modality} placeholder tokens (token {placeholder}) and items for {taken}",
                     fix=f"give multi_modal_data with one {modality} for each placeholder",
                 )
+
+    def _processed(self, modality: str, item: Any) -> ProcessedItem:
+        processed = self._model.process(modality, item)
+        if modality not in self.pruned:
+            return processed
+        model: PruningModel = self._model  # type: ignore[assignment]  # a model with prunable modalities is one
+        return model.prune(processed, self._config.video_pruning_rate)
 
     def _validate_cross(self, features: Sequence[Feature]) -> None:
         found = [feature for feature in features if feature.cross]

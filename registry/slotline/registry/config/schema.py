@@ -13,6 +13,7 @@ from attrs import field, frozen
 from slotline.registry.config.validators import (
     AtLeast,
     at_least,
+    below_one,
     counts_or_auto,
     fraction_or_size,
     networks,
@@ -229,6 +230,14 @@ class MultimodalConfig:
         metadata=_doc("frames taken for each second of a video file"),
     )
     video_frames: int = field(default=32, validator=positive, metadata=_doc("frames taken of a video file at most"))
+    video_pruning_rate: float = field(
+        default=0.0,
+        validator=below_one,
+        metadata=_doc(
+            "share of a video's tokens behind its first frame to leave out, those whose pixels change least (EVS); "
+            "refused for models without such videos"
+        ),
+    )
 
 
 @frozen(kw_only=True)

@@ -57,6 +57,20 @@ class AtLeast:
 
 
 @frozen
+class BelowOne:
+    """Share from 0 to below 1."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the number is in the range."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            raise ValueError(f"{value!r} is no share: use a number from 0 to below 1")
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the limits as JSON Schema."""
+        return {"minimum": 0, "exclusiveMaximum": 1}
+
+
+@frozen
 class VersionIs:
     """Version of the file format that this slotline reads."""
 
@@ -168,6 +182,7 @@ positive_or_auto = AtLeast(1, auto=True, maximum=LARGEST)
 counts_or_auto = Counts()
 fraction_or_size = FractionOrSize()
 size = Size()
+below_one = BelowOne()
 number_or_names = NumberOrNames()
 networks = Networks()
 

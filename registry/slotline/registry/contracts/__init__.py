@@ -104,6 +104,7 @@ from slotline.registry.contracts.model_family import (
     ModelParts,
     MultimodalModel,
     ProcessedItem,
+    PruningModel,
     SavingModel,
     Stage,
 )
@@ -269,6 +270,7 @@ __all__ = [
     "PoolingMethod",
     "PoolingParams",
     "ProcessedItem",
+    "PruningModel",
     "QuantizedWeight",
     "ReasoningDelta",
     "ResponseEvent",

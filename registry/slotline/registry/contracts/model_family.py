@@ -241,6 +241,7 @@ class Modality:
             `capture_refusal` says that no graph holds them.
         prompt: True if an item is a prompt: token ids, or a text that becomes token ids before `process` gets it. A
             plain prompt of a user is this item, and the decoder's prompt begins with `ModelFacts.decoder_start`.
+        prunable: True if the loaded model is a `PruningModel` for its items.
     """
 
     name: str
@@ -248,6 +249,7 @@ class Modality:
     cross: bool = False
     raw: bool = False
     prompt: bool = False
+    prunable: bool = False
 
 
 @frozen(kw_only=True, eq=False)
@@ -699,6 +701,21 @@ class MultimodalModel(Model, Protocol):
 
         `raw_inputs` are passed only to a model with a `Modality.raw`: the `inputs` of an item for each token, in host
         memory. Such a model serves tasks that pool, and its `encode` and `embed` are never called.
+        """
+        ...
+
+
+class PruningModel(MultimodalModel, Protocol):
+    """Protocol of a model that can do without some tokens of an item, such as those of a video that do not change."""
+
+    def prune(self, item: ProcessedItem, rate: float) -> ProcessedItem:
+        """Return an item of a prunable modality with fewer placeholder tokens. This is host work.
+
+        `encode` returns as many embeddings of it, and `axis_positions` gives the tokens that are left their positions.
+
+        Args:
+            item: what `process` returned.
+            rate: share of the tokens to leave out, above 0 and below 1. The item keeps at least the other share.
         """
         ...
 
