@@ -67,8 +67,7 @@ class PromptReader:
         tokens, features = list(token_ids), list[Feature]()
         media = MediaReader(self._config, remote=False)
         for modality, given in data.items():
-            items = [self._model.process(modality, media.read(modality, item)) for item in self._items(modality, given)]
-            items = [self._processed(modality, media.read(modality, item)) for item in as_items(given)]
+            items = [self._processed(modality, media.read(modality, item)) for item in self._items(modality, given)]
             if modality in self.cross:
                 features += [self._feature(item, self.placeholders[modality], 0) for item in items]
             else:
