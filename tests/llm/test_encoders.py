@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 import transformers
 from engine_driver import random_prompts, recorded
 from tiny_models import VOCAB_SIZE
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotline.core import LLM, PoolingParams, SamplingParams
 from slotline.plugins.model_families import offload
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS, TAGGERS
+from slotline.plugins.model_families.passes.packed_linear import pack
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,12 +144,41 @@ def test_mean_pooling_by_option(encoder: Tiny) -> None:
         assert torch.allclose(torch.tensor(ours.outputs.embedding), mean / mean.norm(), atol=2e-5)
 
 
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("architecture", "products"), [("BertModel", 4), ("DistilBertModel", 4)])
+def test_a_step_on_a_cpu_is_packed_products_and_attention_over_texts_of_equal_length_at_once(
+    architecture: str, products: int, encoder: Tiny
+) -> None:
+    llm = LLM(encoder(architecture), device="cpu")
+    for each in ("fused the activation into 3 linear layers", "merged q, k, v projections in 3 layers"):
+        assert each in llm.engine.runner.model.notes
+    with Calls() as calls:
+        llm.embed([[5] * 7, [6] * 7, [7] * 9])
+    counts = calls.counts
+    assert counts["mkldnn::_linear_pointwise"] >= 3 * products
+    assert counts["aten::_scaled_dot_product_flash_attention_for_cpu"] == 3 * 2  # two lengths
+    assert counts["aten::gelu"] == counts["aten::logsumexp"] == 0
+    plain = LLM(encoder(architecture), device="cpu", optimize=False)
+    assert not plain.engine.runner.model.notes[:-1]
+
+
 def test_weights_are_read_again_in_place(encoder: Tiny) -> None:
     path = encoder("BertModel")
     llm = LLM(path, device="cpu")
     before = llm.embed(PROMPTS)
-    weight = llm.engine.runner.model.hf_model.encoder.layer[0].output.dense.weight
-    weight.zero_()
+    dense = llm.engine.runner.model.hf_model.encoder.layer[0].output.dense
+    dense.packed.copy_(pack(torch.zeros_like(dense.weight)))
     assert llm.embed(PROMPTS)[1].outputs.embedding != before[1].outputs.embedding
     llm.engine.reload_weights()
     assert [o.outputs.embedding for o in llm.embed(PROMPTS)] == [o.outputs.embedding for o in before]

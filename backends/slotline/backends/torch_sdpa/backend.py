@@ -7,8 +7,8 @@ beyond a request's length is ever read, so garbage there cannot leak.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby, islice
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ MAX_QUERY_ROWS = 512
 MAX_SHARED_QUERY = 16
 """Longest query that shares a group with other requests (decode, verification of drafts)."""
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 Reach = tuple[int | None, int | None]
 """(window, chunk) of a layer."""
@@ -60,11 +61,20 @@ class Group(NamedTuple):
     distance: torch.Tensor | None = None
 
 
+class Texts(NamedTuple):
+    """Requests of an encoder that lie side by side: `number` of them from token `start` on, `length` tokens each."""
+
+    start: int
+    number: int
+    length: int
+
+
 class Plan(NamedTuple):
     """Plan of one step.
 
     `rows` are those of the `num_new` keys to store (None for all), `blocks` and `offsets` their destinations, int64.
     `prefix` handles the common prefix, if any, for all tokens. `groups` begin after it then.
+    Of encoders on a CPU there are `texts` in place of groups.
     """
 
     num_new: int
@@ -73,6 +83,7 @@ class Plan(NamedTuple):
     offsets: torch.Tensor
     groups: list[Group]
     prefix: list[Group]
+    texts: Sequence[Texts] = ()
 
 
 class TorchBackend:
@@ -84,6 +95,8 @@ class TorchBackend:
         # Encoders keep nothing: their keys are this step's own tokens.
         self._encoder = context.layers[0].attention_type == "encoder_only"
         self._cross = context.layers[0].attention_type == "cross"
+        self._plain_texts = self._encoder and torch.device(context.device).type == "cpu"
+        self._plain_texts &= all(_is_plain(layer) for layer in context.layers)
         self._scales = context.kv_scales
         self._slopes = slopes_of(context)
 
@@ -94,6 +107,9 @@ class TorchBackend:
         return True
 
     def plan(self, batch: AttentionBatch) -> Plan:
+        if self._plain_texts:
+            nothing = batch.slot_mapping[:0]
+            return Plan(0, None, nothing, nothing, [], [], _texts(batch))
         slots = batch.slot_mapping if self._cross else batch.slot_mapping[: batch.num_tokens]
         num_new = len(slots)
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
@@ -179,6 +195,8 @@ class TorchBackend:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self._plain_texts:
+            return _attend_texts(layer, (query, key, value), plan.texts, out)
         lse = torch.full((layer.num_heads, query.shape[0]), -torch.inf, device=query.device)
         if sum(group.tokens.numel() for group in plan.groups) != out.shape[0]:
             out.zero_()  # padding, and requests that have no key at all
@@ -217,6 +235,53 @@ class TorchBackend:
             return keys, keys[..., : layer.head_size_v]
         keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in cache)
         return (keys, values) if scales is None else (keys.float() * scales.key, values.float() * scales.value)
+
+
+def _is_plain(layer: AttentionLayer) -> bool:
+    """Return True if torch's own attention on a CPU computes a layer of an encoder."""
+    special = layer.window is not None or layer.chunk is not None or layer.soft_cap is not None or layer.sinks
+    return not special and layer.num_heads == layer.num_kv_heads and layer.head_size == layer.head_size_v
+
+
+def _texts(batch: AttentionBatch) -> list[Texts]:
+    """Return the requests of a step, those of equal length that follow each other together."""
+    starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
+    found: list[Texts] = []
+    for length, same in groupby(pairwise(starts), lambda ends: ends[1] - ends[0]):
+        ends = list(same)
+        if length:
+            found.append(Texts(ends[0][0], len(ends), length))
+    return found
+
+
+def _attend_texts(
+    layer: AttentionLayer,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    texts: Sequence[Texts],
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Compute attention within texts, with nothing gathered, by the tiles that torch has for a CPU.
+
+    Args:
+        states: query, key and value, [num_tokens, H, D] each.
+        out: [num_tokens, H, D]. That of padding becomes 0.
+
+    Returns:
+        the natural log-sum-exp [H, num_tokens] float32.
+    """
+    num_tokens = out.shape[0]
+    lse = torch.full((layer.num_heads, num_tokens), -torch.inf)
+    if sum(each.number * each.length for each in texts) != num_tokens:
+        out.zero_()
+    for start, number, length in texts:
+        shape, end = (number, length), start + number * length
+        parts = (part[start:end].unflatten(0, shape).transpose(1, 2) for part in states)  # [B, H, L, D] each
+        result, sums = _flash(
+            *(part if part.stride(3) == 1 else part.contiguous() for part in parts), scale=layer.scale
+        )
+        out[start:end].unflatten(0, shape).copy_(result.transpose(1, 2))
+        lse[:, start:end].unflatten(1, shape).copy_(sums.transpose(0, 1))
+    return lse
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

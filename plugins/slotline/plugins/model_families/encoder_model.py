@@ -15,6 +15,7 @@ from slotline.plugins.model_families import binding, checkpoint, inspection, loa
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, TAGGERS
 from slotline.plugins.model_families.logits import NoHead
+from slotline.plugins.model_families.passes.pipeline import ENCODER_PASSES, apply_passes, target_for
 from slotline.plugins.model_families.pooling import make_encoder_pooler, reload_pooler
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
 from slotline.plugins.model_families.tensor_parallel.division import divide
@@ -82,7 +83,7 @@ class EncoderModel:
         self.facts, self._context = context.facts, context
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         self._first_position = _first_position(found)
-        self.hf_model, joined = self._read(context)
+        self.hf_model, joined, passed = self._read(context)
         self._holder = binding.bind(self.hf_model, context.facts.layers)
         device = torch.device(context.device)
         self.notes: tuple[str, ...] = offload.place_whole(self.hf_model, device, context.offload_bytes)
@@ -91,7 +92,7 @@ class EncoderModel:
             install(self.hf_model, joined, context.communicator)
         self.pooler, notes = make_encoder_pooler(context, self.hf_model)
         self._head = NoHead(self.hf_model)
-        self.notes += notes
+        self.notes += passed + notes
 
     def forward(
         self,
@@ -126,16 +127,26 @@ class EncoderModel:
             ModelError: if the weights are missing or do not fit the loaded model.
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
-        new = self._read(evolve(self._context, facts=facts))[0].state_dict()
-        loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
+        new = self._read(evolve(self._context, facts=facts))[0]
+        loading.copy_weights(_tensors(self.hf_model), _tensors(new), facts.path)
         reload_pooler(self.pooler, facts.path)
         self.facts = facts
 
     @staticmethod
-    def _read(context: ModelContext) -> tuple[Any, Joined | None]:
-        """Return the model, or a rank's part of it and where the ranks join their outputs."""
+    def _read(context: ModelContext) -> tuple[Any, Joined | None, tuple[str, ...]]:
+        """Return the model, or a rank's part of it and where the ranks join their outputs, and notes on passes."""
         hf_model = loading.load_transformers_model(context, checkpoint.read(context.facts.path, ARCHITECTURES))
-        return hf_model, None if context.shard is None else divide(hf_model, context.shard)
+        if context.shard is not None:
+            return hf_model, divide(hf_model, context.shard), ()
+        target = target_for(context.device, context.dtype, captured=False)
+        if not context.optimize or not target.packs:
+            return hf_model, None, ()
+        return hf_model, None, apply_passes(hf_model, target, ENCODER_PASSES)
+
+
+def _tensors(hf_model: Any) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name, packed weights included."""
+    return {**dict(hf_model.named_parameters()), **dict(hf_model.named_buffers())}
 
 
 def _tasks(architecture: str) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from slotline.plugins.model_families.passes.packed_linear import PackedLinear, i
 from slotline.plugins.model_families.passes.target import Target
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+ENCODER_QUERY_KEY_VALUE = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
+"""Names of BERT and its kin, and of DistilBERT."""
 GATE_UP = ("gate_proj", "up_proj")
 
 
@@ -104,6 +106,14 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     """
     notes = _merge_all(model, QUERY_KEY_VALUE, "q, k, v", target)
     return notes + _merge_all(model, GATE_UP, "gate, up", target) if target.fused is not None else notes
+
+
+def apply_to_encoder(model: nn.Module, target: Target) -> tuple[str, ...]:
+    """Merge query, key and value of every attention module of an encoder."""
+    notes: tuple[str, ...] = ()
+    for names in ENCODER_QUERY_KEY_VALUE:
+        notes += _merge_all(model, names, "q, k, v", target)
+    return notes
 
 
 def merged_of(module: nn.Module, fused_name: str, siblings: tuple[str, ...]) -> Callable[..., torch.Tensor] | None:

@@ -9,6 +9,7 @@ from attrs import evolve
 from torch import nn
 
 from slotline.plugins.model_families.passes import (
+    activated_linear,
     gated_mlp,
     gated_norm,
     invariant_linear,
@@ -42,6 +43,9 @@ PASSES = (
     lean_layer.apply,
 )
 
+
+ENCODER_PASSES = (activated_linear.apply, merged_projections.apply_to_encoder, packed_linear.apply)
+"""Those of encoders, on devices with packed weights."""
 
 INVARIANT_PASSES = (rms_norm.apply, rotary.apply, invariant_linear.apply)
 """Those after which a token's numbers do not hang on the batch."""
