@@ -11,9 +11,10 @@ import tiny_sights
 import tiny_vision
 import torch
 from engine_driver import GREEDY, recorded, recorded_items
-from tiny_sights import SIGHTS, answer, image
+from tiny_sights import SIGHTS, answer, image, video
 
 from slotline.core import LLM
+from slotline.registry.errors import RequestError
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,6 +109,42 @@ def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: S
         assert llm.engine.extension("drafts").counts.proposed > 0
     if hard == "preemption":
         assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+VIDEOS: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
+    ("def <video> main(", (), (0,)),
+    ("a <video> and <image>, then <video>", (1,), (1, 3)),
+    ("a <image><video> word", (2,), (2,)),
+]
+
+
+def test_videos_of_frames_give_transformers_tokens(tiny_sight: Sight, engines: Engines) -> None:
+    path = tiny_sight("llava_onevision")
+    llm = engines(path, block_size=4, **ROOM, **{"scheduler.max_batched_tokens": 7, "scheduler.async": True})
+    given = [
+        {"prompt": text, "multi_modal_data": {"image": list(map(image, images)), "video": list(map(video, videos))}}
+        for text, images, videos in VIDEOS
+    ]
+    wanted = [answer("llava_onevision", path, text, images, 20, videos) for text, images, videos in VIDEOS]
+    for _ in range(2):
+        outputs = llm.generate(given, GREEDY, progress=False)
+        assert [(o.prompt_token_ids, o.outputs[0].token_ids) for o in outputs] == wanted
+    assert all(output.metrics.num_cached_tokens > 0 for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ([1, 2], "is no video"),
+        ({"pixel_values_videos": torch.zeros(1, 0, 3, 16, 16)}, r"shape \[1, 0, 3, 16, 16\], not \[1, frames"),
+        ({"pixel_values_videos": torch.zeros(1, 2, 3, 8, 16)}, r"shape \[1, 2, 3, 8, 16\], not \[1, frames"),
+        ({"pixel_values_videos": "cat"}, "cannot be read"),
+    ],
+)
+def test_what_is_no_video_of_frames_is_refused(item: Any, message: str, tiny_sight: Sight, engines: Engines) -> None:
+    llm = engines(tiny_sight("llava_onevision"), block_size=4, **ROOM)
+    with pytest.raises(RequestError, match=message):
+        llm.generate({"prompt": "<video>", "multi_modal_data": {"video": [item]}}, GREEDY, progress=False)
 
 
 def test_images_of_different_parts_are_encoded_together(tiny_sight: Sight, engines: Engines) -> None:

@@ -279,7 +279,7 @@ def test_the_text_depends_on_the_times_of_a_video(tiny_grid: Grid, engines: Engi
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ("cat.mp4", "is no video"),
+        ("cat.mp4", "No such file"),
         ({**video(0), "fps": 0}, "inf seconds|cannot be read"),
         ({"pixel_values_videos": video(0)["pixel_values_videos"], "video_grid_thw": [[2, 4, 6]]}, "has no fps"),
         ({**video(0), "video_grid_thw": [[2, 4, 8]]}, "do not fit video_grid_thw"),

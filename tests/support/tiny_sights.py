@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -48,6 +49,12 @@ class TinySight:
 def image(seed: int) -> Any:
     """A PIL image of noise, of a size that depends on the seed."""
     return tiny_vision.image(seed, *SHAPES[seed % len(SHAPES)])
+
+
+def video(seed: int) -> Mapping[str, torch.Tensor]:
+    """A video of noise as LLaVA-OneVision's processor gives it, of two or three frames by the seed."""
+    frames = (1, 2 + seed % 2, 3, 16, 16)
+    return {"pixel_values_videos": torch.randn(frames, generator=torch.Generator().manual_seed(seed))}
 
 
 def build(name: str, path: Path) -> Path:
@@ -293,6 +300,10 @@ class _Processor:
             given = {name: parts.get(name) for name in original.get_attributes()}
             self._whole = kind(**given, **sight.settings)
 
+    def take_videos_as_text(self) -> None:
+        """Refuse no tokens of videos without a video."""
+        self._whole.video_token = None
+
     def __call__(self, text: str, images: Sequence[Any]) -> Mapping[str, Any]:
         if not images:
             return dict(self._tokenizer(text, return_tensors="pt"))
@@ -313,11 +324,23 @@ def _oracle(name: str, path: Path) -> tuple[Any, _Processor]:
 
 
 @cache
-def answer(name: str, path: Path, text: str, seeds: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[int]]:
-    """The prompt's tokens and those of transformers' greedy generation, for a text with the images of these seeds."""
+def answer(
+    name: str, path: Path, text: str, seeds: tuple[int, ...], max_tokens: int, videos: tuple[int, ...] = ()
+) -> tuple[list[int], list[int]]:
+    """The prompt's tokens and those of transformers' greedy generation, for a text with the images of these seeds.
+
+    Its videos are those of the seeds `videos`, of equal numbers of frames. Each is <video> in the text.
+    """
     model, processor = _oracle(name, path)
-    inputs = processor(text, [image(seed) for seed in seeds])
+    shown = [video(seed)["pixel_values_videos"] for seed in videos]
+    if shown:
+        processor.take_videos_as_text()
+    tokens = (
+        shown[0].shape[1] * math.ceil(math.sqrt(SIGHTS[name].settings["num_image_tokens"]) / 2) ** 2 if shown else 0
+    )
+    inputs = processor(text.replace("<video>", "<video>" * (tokens + 1)), [image(seed) for seed in seeds])
     inputs = {key: value for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    inputs |= {"pixel_values_videos": torch.cat(shown)} if shown else {}
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
     count = inputs["input_ids"].shape[1]

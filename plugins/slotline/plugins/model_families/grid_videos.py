@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from attrs import evolve
 from transformers import AutoTokenizer
-from transformers.utils import is_torchvision_available
 
+from slotline.plugins.model_families.video_frames import PIXELS, FrameReader
 from slotline.plugins.model_families.video_pruning import KEPT, kept_tokens
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import RequestError
 
-GRID, PATCHES, SECONDS = "video_grid_thw", "pixel_values_videos", "second_per_grid_ts"
+GRID, PATCHES, SECONDS = "video_grid_thw", PIXELS, "second_per_grid_ts"
 EXAMPLE_GRID = (4, 16, 16)
 """Groups of merged patches of the made-up video, over time, rows and columns."""
 _FORM = f"give {{'frames': array [frames, height, width, 3], 'fps': number}}, or {{'{PATCHES}': ..., '{GRID}': ...}}"
@@ -53,11 +53,11 @@ class VideoProcessing:
     def __init__(
         self, path: Path, modality: Modality, config: Any, write_times: Callable[[float, list[int]], list[int]] | None
     ) -> None:
-        self._path, self._modality, self._write_times = path, modality, write_times
+        self._modality, self._write_times = modality, write_times
         self._merge, self._frames = int(config.spatial_merge_size), int(config.temporal_patch_size)
         self._width = int(config.in_channels) * self._frames * int(config.patch_size) ** 2
         self._reads_seconds = write_times is not None or hasattr(config, "tokens_per_second")
-        self._processor: Any = None  # made for the first frames, as it needs torchvision
+        self._reader = FrameReader(path)
 
     def process(self, video: Any) -> ProcessedItem:
         """Return the inputs of a video, with a placeholder token for each group of merged patches.
@@ -73,7 +73,7 @@ class VideoProcessing:
         if not isinstance(video, Mapping) or not {"frames", PATCHES} & video.keys():
             raise RequestError(f"video={video!r:.60} is no video", fix=_FORM)
         try:
-            found = self._of_frames(video["frames"]) if "frames" in video else video
+            found = self._reader.read(video["frames"]) if "frames" in video else video
             grid, patches = (torch.as_tensor(found[name]) for name in (GRID, PATCHES))
             seconds = self._seconds(video)
         except RequestError:
@@ -101,20 +101,6 @@ class VideoProcessing:
         grid = torch.tensor([[time, rows * self._merge, columns * self._merge]])
         patches = torch.zeros((int(grid.prod()), self._width))
         return self.process({PATCHES: patches, GRID: grid, "fps": 1})
-
-    def _of_frames(self, frames: Any) -> Any:
-        if self._processor is None:
-            if not is_torchvision_available():
-                raise RequestError(
-                    "the video processors of transformers need torchvision, which is not installed",
-                    fix=f"install torchvision, or give '{PATCHES}' and '{GRID}' as these processors make them",
-                )
-            from transformers import AutoVideoProcessor
-
-            self._processor = AutoVideoProcessor.from_pretrained(
-                str(self._path), local_files_only=True, trust_remote_code=False
-            )
-        return self._processor(videos=[np.asarray(frames)], do_sample_frames=False, return_tensors="pt")
 
     def _tokens(self, grid: torch.Tensor, seconds: float | None, num_frames: int) -> list[int]:
         """Return a placeholder for each group of merged patches, with times if the model has them between rows."""

@@ -26,6 +26,7 @@ from slotline.plugins.model_families.grid_videos import VideoProcessing, times_w
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
+from slotline.plugins.model_families.video_frames import FrameVideos
 from slotline.plugins.model_families.video_pruning import KEPT, unpruned
 from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
@@ -84,7 +85,9 @@ class VisionModel(DecoderModel):
         self._processing = {m.name: self._processing_of(m) for m in context.facts.modalities}
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
 
-    def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing:
+    def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing | FrameVideos:
+        if modality.name == VIDEO and self.facts.architecture not in GRIDS:
+            return FrameVideos(self.facts.path, modality, self._rule.config.vision_config)
         if modality.name == VIDEO:
             times = times_writer(self.facts.path, self._rule.config) if self.facts.architecture in TIMED else None
             return VideoProcessing(self.facts.path, modality, self._rule.config.vision_config, times)
@@ -191,9 +194,10 @@ def _kept(item: Mapping[str, torch.Tensor], embeddings: torch.Tensor) -> torch.T
 
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
     image = Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id))
-    if found.architecture not in GRIDS:
+    if not hasattr(found.model_class, f"get_{VIDEO}_features"):
         return (image,)
-    return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id), prunable=True)
+    prunable = found.architecture in GRIDS
+    return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id), prunable=prunable)
 
 
 def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:
