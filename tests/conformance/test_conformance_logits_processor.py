@@ -20,6 +20,7 @@ OURS = [
         "bad_words",
         "callables",
         "dry",
+        "forced_tokens",
         "guidance",
         "logit_bias",
         "min_p",

@@ -10,9 +10,9 @@ import pytest
 import torch
 from engine_driver import GREEDY, recorded, recorded_items
 from tiny_models import VOCAB_SIZE
-from tiny_seq2seq import CLASSES, build, greedy_reference, oracle
+from tiny_seq2seq import CLASSES, build, by_transformers, greedy_reference, oracle
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, BeamSearchParams, SamplingParams
 from slotline.registry.errors import NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,6 +100,47 @@ def test_log_probabilities_are_transformers(temperature: float, made: Callable[[
             for token, value in entry.items():
                 assert value.logprob == pytest.approx(wanted[place, token].item(), abs=1e-4)
     assert chosen.logprobs is not None
+
+
+FORCED = {"forced_bos_token_id": 33, "forced_eos_token_id": 2, "bad_words_ids": [[0], [40]]}
+
+
+@pytest.fixture(scope="module")
+def forced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose generation_config.json forces tokens and bans some."""
+    return build(tmp_path_factory.mktemp("seq2seq") / "forced", "mbart", generation=FORCED)
+
+
+@pytest.mark.parametrize("language", [None, 51])
+def test_forced_and_banned_tokens_are_those_of_generate(language: int | None, forced: Path, engines: Engines) -> None:
+    own = {} if language is None else {"forced_bos_token_id": language}
+    params = SamplingParams(temperature=0, max_tokens=9, extra_args=own or None)
+    outputs = engines(forced).generate(prompts(), params)
+    for output, encoded, decoded in zip(outputs, ENCODED, DECODED, strict=True):
+        found = by_transformers(forced, encoded, decoded, 9, **own).sequences[0, len(decoded) :].tolist()
+        assert output.outputs[0].token_ids == found
+    assert {output.outputs[0].token_ids[0] == (language or 33) for output in outputs} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beam_width": 3, "max_tokens": 9},
+        {"beam_width": 4, "max_tokens": 7, "length_penalty": 2.0, "early_stopping": True, "forced_bos_token_id": 51},
+    ],
+    ids=str,
+)
+def test_beams_are_those_of_generate(settings: dict[str, Any], forced: Path, engines: Engines) -> None:
+    width, count = settings["beam_width"], settings["max_tokens"]
+    rest = {name: value for name, value in settings.items() if name not in ("beam_width", "max_tokens")}
+    found = engines(forced).beam_search(prompts(), BeamSearchParams(**settings))
+    for output, encoded, decoded in zip(found, ENCODED, DECODED, strict=True):
+        wanted = by_transformers(forced, encoded, decoded, count, num_beams=width, num_return_sequences=width, **rest)
+        scores = wanted.sequences_scores.tolist()
+        assert [beam.score for beam in output.sequences] == pytest.approx(scores, rel=1e-4)
+        for beam, sequence in zip(output.sequences, wanted.sequences.tolist(), strict=True):
+            assert beam.tokens == sequence[: len(beam.tokens)]
+            assert set(sequence[len(beam.tokens) :]) <= {0}
 
 
 def test_texts_are_read_on_both_sides(made: Callable[[str], Path], engines: Engines) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field, frozen
 
-from slotline.core.api.outputs import TokenLogprobs
+from slotline.core.api.outputs import Logprob, TokenLogprobs
 from slotline.core.api.prompts import as_token_ids
 from slotline.llm.progress import Progress, progress_bar
+from slotline.llm.prompt_fields import Fields
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
@@ -34,6 +35,8 @@ class BeamSearchParams:
         max_tokens: most output tokens.
         ignore_eos: continue after the model's end-of-sequence tokens.
         length_penalty: a sequence's score is its log-probability divided by its number of output tokens to this power.
+        forced_bos_token_id: first output token of a model whose decoder's prompt is one token, such as a translation's
+            language. None for that of generation_config.json, if there is one.
         structured_outputs: constraint on the output. Scores stay the model's: banned tokens are left out, and the
             remaining
             probabilities are not rescaled.
@@ -50,6 +53,7 @@ class BeamSearchParams:
     ignore_eos: bool = field(default=False, converter=plain_number)
     length_penalty: float = field(default=1.0, converter=plain_number)
     early_stopping: bool | str = field(default=False, converter=plain_number)
+    forced_bos_token_id: int | None = field(default=None, converter=plain_number)
     structured_outputs: StructuredOutputsParams | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -68,6 +72,9 @@ class BeamSearchParams:
                 f"early_stopping={safe_repr(self.early_stopping)} is not allowed",
                 fix='early_stopping must be True, False or "never"',
             )
+        first = self.forced_bos_token_id
+        if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
+            raise RequestError(f"forced_bos_token_id={safe_repr(first)} is not allowed", fix="give a token id, or None")
         wanted = self.structured_outputs
         if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
             raise RequestError(
@@ -115,13 +122,41 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
+@frozen
+class Rules:
+    """What a checkpoint's generation_config.json says of the outputs of an encoder-decoder model.
+
+    Attributes:
+        first, last: the forced first token of an output behind a prompt of one token, and the forced last one. None for
+            no such token.
+        banned: tokens that no output has.
+    """
+
+    first: int | None = None
+    last: int | None = None
+    banned: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, defaults: Mapping[str, Any]) -> Rules:
+        """Return the rules among the defaults of sampling parameters."""
+        forced = defaults.get("extra_args") or {}
+        words = defaults.get("bad_words_token_ids", ())
+        banned = frozenset(word[0] for word in words if len(word) == 1)
+        return cls(forced.get("forced_bos_token_id"), forced.get("forced_eos_token_id"), banned)
+
+
 class Beams:
     """The search for one prompt: running beams, and the best finished sequences so far."""
 
     def __init__(
-        self, prompt_token_ids: Sequence[int], params: BeamSearchParams, eos_token_ids: frozenset[int]
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        eos_token_ids: frozenset[int],
+        rules: Rules = Rules(),
     ) -> None:
-        self.params = params
+        self.params, self.rules = params, rules
+        self._first = rules.first if len(prompt_token_ids) == 1 else None
         self.eos_token_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.running = [BeamSearchSequence(tokens=list(prompt_token_ids))]
         self.finished: list[BeamSearchSequence] = []
@@ -131,6 +166,18 @@ class Beams:
     def num_candidates(self) -> int:
         """Return the number of continuations to examine, so that enough remain if the others end."""
         return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
+
+    @property
+    def forced(self) -> int | None:
+        """Return the next token of all beams, if there is no choice."""
+        length = len(self.running[0].logprobs)
+        if length == self.params.max_tokens - 1 and self.rules.last is not None:
+            return self.rules.last
+        return self._first if length == 0 else None
+
+    def advance_forced(self, token: int) -> None:
+        """Extend the running beams by a forced token, which costs nothing."""
+        self.advance([{token: Logprob(logprob=0.0, rank=1)} for _ in self.running])
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
         """Extend the running beams by their most likely next tokens."""
@@ -189,6 +236,8 @@ class BeamSearch:
             )
         for prompt in prompts:
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "lora_request"}
+            if all(feature.cross for feature in prompt.get("features", ())):
+                unknown -= {"features"}
             if unknown:
                 names = ", ".join(sorted("multi_modal_data" if name == "features" else name for name in unknown))
                 raise RequestError(f"beam search with {names} in a prompt", fix="leave it out, or use generate()")
@@ -201,10 +250,13 @@ class BeamSearch:
                 )
         eos = frozenset(engine.eos_token_ids)
         self._llm = llm
-        self._salts = [{"cache_salt": p["cache_salt"]} if "cache_salt" in p else {} for p in prompts]
+        self._rest = [{name: p[name] for name in ("cache_salt", "features") if name in p} for p in prompts]
         self._adapters = [p.get("lora_request") for p in prompts]
-        self._searches = [Beams(as_token_ids(p["prompt_token_ids"]), params, eos) for p in prompts]
-        wanted = min(self._searches[0].num_candidates, engine.limits.vocab_size)
+        rules = Rules.of(engine.sampling_defaults)
+        if params.forced_bos_token_id is not None:
+            rules = evolve(rules, first=params.forced_bos_token_id)
+        self._searches = [Beams(as_token_ids(p["prompt_token_ids"]), params, eos, rules) for p in prompts]
+        wanted = min(self._searches[0].num_candidates + len(rules.banned), engine.limits.vocab_size)
         self._grammar: BeamGrammar | None = None
         if params.structured_outputs is not None:
             from slotline.llm.beam_grammar import BeamGrammar
@@ -230,8 +282,13 @@ class BeamSearch:
         return [self._output(search) for search in self._searches]
 
     def _round(self, which: Sequence[int]) -> None:
+        forced = {i: token for i in which if (token := self._searches[i].forced) is not None}
+        for i, token in forced.items():
+            self._searches[i].advance_forced(token)
+        if not (which := [i for i in which if i not in forced]):
+            return
         prompts = [
-            {"prompt_token_ids": beam.tokens, **self._salts[i]} for i in which for beam in self._searches[i].running
+            Fields(prompt_token_ids=beam.tokens, **self._rest[i]) for i in which for beam in self._searches[i].running
         ]
         adapters = [self._adapters[i] for i in which for _ in self._searches[i].running]
         candidates = self._candidates(which)
@@ -247,7 +304,8 @@ class BeamSearch:
                 aborted |= output.finish_reason == "abort"
                 if not aborted and (output.finish_reason == "error" or not entry):
                     raise RequestError(f"a beam of prompt {i} failed: {output.stop_reason}")
-                entries.append(entry)
+                banned = self._searches[i].rules.banned
+                entries.append({token: value for token, value in entry.items() if token not in banned})
             if aborted:
                 self._searches[i].abort()
             else:

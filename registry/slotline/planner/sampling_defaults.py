@@ -29,6 +29,8 @@ _PARAMETERS = MappingProxyType(
     }
 )
 """Keys read from the file, with slotline's names for them."""
+_FORCED = ("forced_bos_token_id", "forced_eos_token_id")
+"""Further keys that are read for an encoder-decoder model, beside `bad_words_ids`."""
 _UNREAD = (
     "bad_words_ids",
     "encoder_repetition_penalty",
@@ -72,6 +74,9 @@ def sampling_defaults(loaded: LoadedConfig, model: Path, task: str) -> SamplingD
         return SamplingDefaults()
     content = read_object(file) if asked == "auto" and file.is_file() else {}
     values = _values(file, content)
+    if values_of_pair := _of_encoder_decoder(model, content):
+        values |= values_of_pair
+        content = {name: value for name, value in content.items() if name != "bad_words_ids"}
     said = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
     said += [f"not read: {name}" for name in _UNREAD if content.get(name) not in (None, [], {}, 1, 0, 1.0)]
     if not said and not explicit:
@@ -99,4 +104,20 @@ def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     if content.get("do_sample") is False:  # transformers then takes the most likely token, ignoring other parameters
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0
+    return values
+
+
+def _of_encoder_decoder(model: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return further parameters that the file sets for a model with an encoder in front of its decoder.
+
+    A list of forced tokens is left out, since transformers' own models have none.
+    """
+    if not read_object(model / "config.json").get("is_encoder_decoder"):
+        return {}
+    values = dict[str, Any]()
+    forced = {name: content[name] for name in _FORCED if isinstance(content.get(name), int)}
+    if forced:
+        values["extra_args"] = forced
+    if content.get("bad_words_ids"):
+        values["bad_words_token_ids"] = tuple(map(tuple, content["bad_words_ids"]))
     return values

@@ -283,6 +283,8 @@ class SamplingParams:
         missing = {name: value for name, value in defaults.items() if name not in self.given}
         if missing.get("temperature", self.temperature) == 0:
             missing = {name: value for name, value in missing.items() if name not in _NARROWING}
+        if "extra_args" in defaults:
+            missing["extra_args"] = {**defaults["extra_args"], **(self.extra_args or {})}
         return evolve(self, **missing) if missing else self
 
 
