@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,9 @@ import torch
 
 from slotline.media.reader import MediaReader
 from slotline.plugins.multimodal.features import Feature
+from slotline.plugins.multimodal.processed_items import ProcessedItems
 from slotline.registry.config.schema import MultimodalConfig
+from slotline.registry.config.validators import size_in_bytes
 from slotline.registry.contracts import ModelFacts, MultimodalModel, ProcessedItem, PruningModel
 from slotline.registry.errors import ModelError, RequestError
 from slotline.text.items import as_items
@@ -38,6 +41,8 @@ class PromptReader:
 
     def __init__(self, model: MultimodalModel, facts: ModelFacts, config: MultimodalConfig) -> None:
         self._model, self._config = model, config
+        self._processed = ProcessedItems(self._process, size_in_bytes(config.processed_cache))
+        self._hashes: WeakKeyDictionary[ProcessedItem, str] = WeakKeyDictionary()
         self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
         self.cross = frozenset(m.name for m in facts.modalities if m.cross)
         self.raw = next((m.placeholder_token_id for m in facts.modalities if m.raw), None)
@@ -67,7 +72,7 @@ class PromptReader:
         tokens, features = list(token_ids), list[Feature]()
         media = MediaReader(self._config, remote=False)
         for modality, given in data.items():
-            items = [self._processed(modality, media.read(modality, item)) for item in self._items(modality, given)]
+            items = [self._processed.get(modality, media.read(modality, item)) for item in self._items(modality, given)]
             if modality in self.cross:
                 features += [self._feature(item, self.placeholders[modality], 0) for item in items]
             else:
@@ -96,7 +101,7 @@ class PromptReader:
                     fix=f"give multi_modal_data with one {modality} for each placeholder",
                 )
 
-    def _processed(self, modality: str, item: Any) -> ProcessedItem:
+    def _process(self, modality: str, item: Any) -> ProcessedItem:
         processed = self._model.process(modality, item)
         if modality not in self.pruned:
             return processed
@@ -155,11 +160,14 @@ class PromptReader:
         )
 
     def _hash(self, item: ProcessedItem) -> str:
+        if (known := self._hashes.get(item)) is not None:
+            return known
         digest = hashlib.sha256(f"{self._model_name}\0{item.modality}\0{list(item.token_ids)}".encode())
         for name, value in sorted(item.inputs.items()):
             digest.update(f"\0{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
             digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        self._hashes[item] = digest.hexdigest()
+        return self._hashes[item]
 
 
 def _expand(

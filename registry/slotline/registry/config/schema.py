@@ -196,6 +196,11 @@ class MultimodalConfig:
         validator=positive_or_auto,
         metadata=_doc("embeddings computed in one step; 'auto' is `scheduler.max_batched_tokens`, or one large item"),
     )
+    processed_cache: str = field(
+        default="256MiB",
+        validator=size,
+        metadata=_doc("host memory for what the model's processor made of items, for requests that show them again"),
+    )
     urls: tuple[str, ...] = field(
         default=(),
         metadata=_doc(
