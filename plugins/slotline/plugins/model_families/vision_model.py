@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +138,16 @@ class VisionModel(DecoderModel):
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Return embeddings [n, (1 + layer_embeds) * hidden_size] of each item.
 
-        Neighbours of equal shapes go together. Pruned items go alone, since a step counts only what is left of them.
+        Those of equal shapes go together. Pruned items go alone, since a step counts only what is left of them.
         """
-        outputs: list[torch.Tensor] = []
-        for _, alike in groupby(items, key=lambda item: {name: value.shape for name, value in item.items()}):
-            group = list(alike)
-            if KEPT not in group[0]:
-                outputs += self._encode_alike(modality, group)
-                continue
-            outputs += [_kept(item, *self._encode_alike(modality, [item])) for item in group]
-        return outputs
+        alike: dict[Any, list[int]] = {}
+        for place, item in enumerate(items):
+            alone = place if KEPT in item else None
+            alike.setdefault((alone, *sorted((name, value.shape) for name, value in item.items())), []).append(place)
+        outputs: dict[int, torch.Tensor] = {}
+        for places in alike.values():
+            outputs |= zip(places, self._encode_alike(modality, [items[place] for place in places]), strict=True)
+        return [outputs[place] for place in range(len(items))]
 
     def _encode_alike(self, modality: str, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         features = getattr(self.hf_model.encoder, f"get_{modality}_features")
@@ -161,7 +160,7 @@ class VisionModel(DecoderModel):
         parts = [torch.cat(list(part)).flatten(0, -2) for part in (outputs.pooler_output, *further)]
         rows = torch.cat(parts, dim=-1)  # [all items' embeddings, (1 + layer_embeds) * hidden_size]
         if len(items) == 1:
-            return [rows]
+            return [rows if KEPT not in items[0] else _kept(items[0], rows)]
         pooled, equal = outputs.pooler_output, len(rows) // len(items)
         counts = [part[..., 0].numel() for part in pooled] if len(pooled) == len(items) else [equal] * len(items)
         return [part.clone() for part in rows.split(counts)]  # each in memory that it can give back

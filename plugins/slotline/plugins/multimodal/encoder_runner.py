@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.plugins.multimodal.embeds import Embeds, StepEmbeds
 from slotline.plugins.multimodal.features import Feature, num_embeddings
 from slotline.plugins.multimodal.item_scheduler import StepItems
-from slotline.registry.contracts import MultimodalModel
+from slotline.registry.contracts import CopyStream, MultimodalModel
 from slotline.registry.errors import IntegrityError, ModelError
 
 Int = npt.NDArray[np.int64]
@@ -35,21 +34,42 @@ class EncoderRunner:
     Attributes:
         model: encodes items.
         device: torch device string.
+        queue: of the device, where encoding runs while the step before computes. A device without streams has one
+            order for both.
         outputs: embeddings [n, (1 + layer_embeds) * hidden_size] by the hash of their item.
     """
 
     model: MultimodalModel
     device: str
+    queue: CopyStream
     outputs: dict[str, torch.Tensor] = field(factory=dict)
+    _behind: bool = field(default=True, init=False)  # whether encoding has to wait for what computes
 
-    @torch.inference_mode()
     def run(self, items: StepItems) -> dict[str, Exception]:
         """Drop and encode the items of a step. Return, by hash, the errors of items that could not be encoded."""
         for mm_hash in items.dropped:
             del self.outputs[mm_hash]
+        self._behind |= bool(items.dropped)  # a step in flight may read what new embeddings are written over
+        if not items.encode:
+            return {}
+        if self._behind:
+            self.queue.wait_for_compute()
+            self._behind = False
+        with self.queue.scope():
+            return self._encode_all(items.encode)
+
+    def clear(self) -> None:
+        """Forget all embeddings."""
+        self.outputs.clear()
+        self._behind = True
+
+    @torch.inference_mode()
+    def _encode_all(self, items: Sequence[Feature]) -> dict[str, Exception]:
         failed: dict[str, Exception] = {}
-        for modality, group in groupby(items.encode, key=lambda feature: feature.modality):
-            features = list(group)
+        of_modality: dict[str, list[Feature]] = {}
+        for feature in items:
+            of_modality.setdefault(feature.modality, []).append(feature)
+        for modality, features in of_modality.items():
             try:
                 self._encode(modality, features)
             except Exception:  # one of them may be at fault, and the others not
@@ -63,6 +83,7 @@ class EncoderRunner:
 
     def of_step(self, inputs: ModelInputs, features: Sequence[tuple[int, Feature]]) -> StepEmbeds:
         """Return what was encoded for a step, whose items are `features`, each with its row."""
+        self.queue.compute_waits()
         there = set(inputs.rows.tolist())
         items = [(row, feature, self.outputs[feature.mm_hash]) for row, feature in features if row in there]
         crossing = [output for _, feature, output in items if feature.cross]
@@ -95,7 +116,9 @@ class EncoderRunner:
         for modality in self.model.facts.modalities:
             example = self.model.example(modality.name)
             count = max(1, max_tokens_per_step // num_embeddings(example, modality))
-            self.model.encode(modality.name, [example.inputs] * count)
+            with self.queue.scope():
+                self.model.encode(modality.name, [example.inputs] * count)
+        self.queue.compute_waits()
         return held
 
     def check(self, hashes: Set[str]) -> None:

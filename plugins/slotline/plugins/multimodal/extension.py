@@ -53,9 +53,11 @@ class MultimodalExtension:
             chunked_prefill=planned.chunked_prefill,
         )
         device = planned.stages.stages[0].device  # that of the token embeddings
-        self.encoder = EncoderRunner(model, device)
+        queue = planned.hardware.get(device, planned.hardware[planned.device]).copy_stream()
+        self.encoder = EncoderRunner(model, device, queue)
         if planned.rank_stages:
-            self.encoder = FirstRankEncoder(model, device, link=HostLink(parts.communicators[PIPELINE_HOST], source=0))
+            link = HostLink(parts.communicators[PIPELINE_HOST], source=0)
+            self.encoder = FirstRankEncoder(model, device, queue, link=link)
         self.prepare_request = self.items.prepare_request
         self.limit_tokens = self.items.limit_tokens
         self.limit_prompt = self.items.limit_prompt
@@ -130,12 +132,12 @@ class MultimodalExtension:
     def reset(self) -> None:
         """Forget all embeddings. No request may hold any."""
         self.cache.reset()
-        self.encoder.outputs.clear()
+        self.encoder.clear()
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Forget all embeddings, even those that requests hold. Requests that need them have them encoded again."""
         self.cache.restore()
-        self.encoder.outputs.clear()
+        self.encoder.clear()
         self._features = ()
 
     def check(self) -> None:
