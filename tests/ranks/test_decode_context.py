@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_backend
+import recorded_communicator
+from cli_cases import pretend_project_installed
 from context_shards_cases import DECODES, MIXED, compare_ranks
 from engine_driver import random_prompts
+from repository import TESTS
+from thread_ranks import ThreadRanks
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError, NegotiationError
@@ -20,6 +27,7 @@ from slotline.registry.ranks import Place, RankLayout
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(8, 162)]
 
 Tiny = Callable[..., Path]
+Greedy = Callable[[Path, list[int], int], list[int]]
 PROMPTS = random_prompts([3, 33, 17, 1])
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 24, "memory": "96KiB"}
@@ -63,6 +71,39 @@ def test_two_ranks_hold_twice_the_tokens_and_give_the_text_of_one(
     llm.close()
 
 
+def test_captured_decodes_give_the_text_of_one(tiny: Tiny, greedy: Greedy, tmp_path: Path) -> None:
+    path, lens = tiny("llama", num_key_value_heads=1), (6, 14, 9, 20)
+    want = [greedy(path, prompt, count) for prompt, count in zip(PROMPTS, lens, strict=True)]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in lens]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "acme_device"]:
+            patch.delitem(sys.modules, name)
+        pretend_project_installed(patch, tmp_path / "site", TESTS / "third_party" / "acme-device")
+        backend = {"backend": "recorded_attention", "plugins.inline": (f"{recorded_backend.__file__}:descriptor",)}
+        shared = {"device": "acme", "parallel.decode_context": 2, "graphs.sizes": (1, 2, 4)}
+        ranks = ThreadRanks(path, communicator=recorded_communicator, **SMALL | backend | shared)
+        assert dict(ranks.llms[0].plan.groups[0].graphs) == {"decode": "captured", "mixed": "eager"}
+        replayed = _replayed(ranks.llms[0])
+        for _ in range(2):  # the second time with prefixes
+            found = ranks.same(lambda llm: [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)])
+            assert found == want
+        assert {1, 2, 4} <= {shape.num_tokens for shape in replayed if shape.query_len == 1}
+        ranks.close()
+
+
+def _replayed(llm: LLM) -> list[GraphShape]:
+    """Return the list that the shapes of an engine's replays are appended to."""
+    graphs: Any = llm.engine.graphs
+    found, plain = list[GraphShape](), graphs.replay
+
+    def replay(inputs: Any) -> Any:
+        found.append(inputs.shape)
+        return plain(inputs)
+
+    graphs.replay = replay
+    return found
+
+
 def _values(path: Path, **settings: Any) -> dict[str, Any]:
     return {
         "model": str(path),
@@ -87,6 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     ),
     "in one process too": ({}, {"parallel.context_shards": 2}, ConfigError, "with parallel.context_shards"),
     "drafter": ({"num_key_value_heads": 1}, {"drafter.name": "ngram"}, NegotiationError, "are not verified over"),
+    "graphs": ({"num_key_value_heads": 1}, {"graphs.mode": "full"}, NegotiationError, "steps with prompts is planned"),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
-from slotline.plugins.context_shards.ranks import RankShards
+from slotline.plugins.context_shards.ranks import RankShards, StepMemory
 from slotline.plugins.model_families.tensor_parallel import threads
 from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
@@ -100,7 +100,8 @@ def compare_ranks(
     def rank_shards(group: Any) -> tuple[Any, Any]:
         shard = build(evolve(all_heads, block_size=SIZE, max_requests=128, max_query_len=1))
         scratch = _cache(one, 24)
-        ranked = RankShards(group, shard, build(one), scratch, "cpu", SIZE, offer.lse_base, offer.writes_cache)
+        memory = StepMemory.of(len(requests), columns // num_ranks, "cpu")
+        ranked = RankShards(group, shard, build(one), scratch, "cpu", SIZE, offer.lse_base, offer.writes_cache, memory)
         return attend(ranked, one.layers[0], parts[group.rank], slice(2 * group.rank, 2 * group.rank + 2))
 
     want, want_lse = attend(build(all_heads), all_heads.layers[0], whole, slice(None))

@@ -14,9 +14,12 @@ _known: list[RecordedCommunicator] = []
 class RecordedCommunicator(ThreadCommunicator):
     """See `ThreadCommunicator`."""
 
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = all_reduce(x, _known.index(self))
+        return found
+
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        assert dim == 0
-        found: torch.Tensor = all_gather(x, _known.index(self))
+        found: torch.Tensor = all_gather(x, _known.index(self), dim)
         return found
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
@@ -24,10 +27,16 @@ class RecordedCommunicator(ThreadCommunicator):
         return found
 
 
+@torch.library.custom_op("slotline_tests::all_reduce", mutates_args=())
+def all_reduce(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Add the tensors of a communicator's ranks."""
+    return torch.stack(_known[number].gather(x)).sum(0)
+
+
 @torch.library.custom_op("slotline_tests::all_gather", mutates_args=())
-def all_gather(x: torch.Tensor, number: int) -> torch.Tensor:
+def all_gather(x: torch.Tensor, number: int, dim: int) -> torch.Tensor:
     """Gather the tensors of a communicator's ranks."""
-    return torch.cat(_known[number].gather(x))
+    return torch.cat(_known[number].gather(x), dim)
 
 
 @torch.library.custom_op("slotline_tests::reduce_scatter", mutates_args=())

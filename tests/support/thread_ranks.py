@@ -5,6 +5,7 @@ Each rank has a whole engine of its own, as under torchrun: every rank is asked 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -127,15 +128,24 @@ class ThreadRanks:
 
     Args:
         tensor, pipeline: number of ranks.
+        communicator: module that has the descriptor of the communicator.
         settings: as of `LLM`.
 
     Attributes:
         llms: one for each rank.
     """
 
-    def __init__(self, model: Path | None = None, *, tensor: int = 2, pipeline: int = 1, **settings: Any) -> None:
-        inline = (*settings.pop("plugins.inline", ()), f"{__file__}:descriptor")
-        settings |= {"plugins.inline": inline, "parallel.communicator": "threads"}
+    def __init__(
+        self,
+        model: Path | None = None,
+        *,
+        tensor: int = 2,
+        pipeline: int = 1,
+        communicator: Any = sys.modules[__name__],
+        **settings: Any,
+    ) -> None:
+        inline = (*settings.pop("plugins.inline", ()), f"{communicator.__file__}:descriptor")
+        settings |= {"plugins.inline": inline, "parallel.communicator": communicator.descriptor.name}
         settings |= {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
         settings.setdefault("observability.check_integrity", True)
         if model is not None:

@@ -15,6 +15,8 @@ from slotline.registry.descriptor import Descriptor
 from slotline.registry.devices import Devices
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Need, Plan, PlanRequest, Setting
+from slotline.registry.negotiation.graphs import phase_state, resolved_mode
+from slotline.registry.negotiation.groups import CAPTURED, EAGER
 from slotline.registry.negotiation.request import Asked
 from slotline.registry.ranks import ALONE, Place
 
@@ -74,7 +76,7 @@ class ContextDevices:
     @property
     def graphs_refusal(self) -> str | None:
         """Return the reason why no graph is captured, or None."""
-        if not self.divided:
+        if not self.divided or self.ranks:
             return None
         return f"attention over {self.count} context shards is planned from each step's own lengths"
 
@@ -172,6 +174,8 @@ def refuse_context(
         texts.append(f"scheduler.microbatches = {config.scheduler.microbatches}: a step passes the shards whole")
     if drafter is not None:
         texts.append(f"drafter.name = {drafter.name!r}: drafts are not verified over shards")
+    if shards.ranks and config.graphs.mode == "full":
+        texts.append('graphs.mode = "full": attention of steps with prompts is planned from each one\'s own lengths')
     if config.attention.cascade is True:
         texts.append("attention.cascade = true: a common prefix is not served apart in shards")
     if config.batch_invariant:
@@ -189,6 +193,18 @@ def for_shards(request: PlanRequest, shards: ContextDevices) -> PlanRequest:
     if not shards.divided:
         return request
     return evolve(request, cascade=Asked(False, shards.key))
+
+
+def _decodes_captured(plan: Plan) -> Plan:
+    """Return the plan with attention over shards in graphs of decodes alone. Other graphs break at it."""
+    groups = tuple(
+        evolve(group, graphs=tuple((p, EAGER if s == CAPTURED and p != "decode" else s) for p, s in group.graphs))
+        for group in plan.groups
+    )
+    states = [dict(group.graphs) for group in (*groups, *plan.state_groups)]
+    phases = {phase: phase_state([state[phase] for state in states]) for phase, _ in plan.graphs.phases}
+    graphs = evolve(plan.graphs, resolved=resolved_mode(phases), phases=tuple(phases.items()))
+    return evolve(plan, groups=groups, graphs=graphs)
 
 
 def with_shards(plan: Plan, loaded: LoadedConfig, shards: ContextDevices) -> Plan:
@@ -213,6 +229,7 @@ def with_shards(plan: Plan, loaded: LoadedConfig, shards: ContextDevices) -> Pla
         origin=f"{shards.origin}: a block of the pool is {count} times {plan.block_size} tokens, in turn on {where}",
         explicit=True,
     )
+    plan = _decodes_captured(plan)
     return evolve(
         plan,
         block_size=count * plan.block_size,

@@ -10,7 +10,7 @@ from attrs import evolve
 from slotline.builder.cache_memory import allocate_pages, bind_caches
 from slotline.builder.parts import Parts
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
-from slotline.plugins.context_shards.ranks import RankShards, wide
+from slotline.plugins.context_shards.ranks import RankShards, StepMemory, wide
 from slotline.registry.contracts import AttentionBackend, AttentionContext, ExtensionContext, KVSpec
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
@@ -61,7 +61,9 @@ class ContextShardsExtension:
         )
         if self._group is not None:
             layers = tuple(wide(layer, self._count) for layer in context.layers)
-            return RankShards(self._group, build(descriptor, evolve(each, layers=layers)), *rest)
+            columns = -(-context.max_model_len // group.block_size) * (group.block_size // self._count // size)
+            memory = StepMemory.of(scheduler.max_requests, columns, context.device)
+            return RankShards(self._group, build(descriptor, evolve(each, layers=layers)), *rest, memory)
         shards = [Shard(build(descriptor, evolve(each, device=device)), device) for device in self._devices]
         return ContextShards(shards, *rest)
 

@@ -3,6 +3,9 @@
 The ranks hold different query heads and would hold the same keys. So they gather the queries, each rank attends with
 all of the group's heads to its shard, and the outputs, weighted by their log-sum-exp, are added up where their heads
 are.
+
+A step of single tokens is the same for a graph each time: what a shard reads of it has memory of its own, whose
+addresses stay, and all ranks exchange always. Prompts are planned from each step's own lengths.
 """
 
 from __future__ import annotations
@@ -34,6 +37,47 @@ class RankPlan:
     fresh: Any
 
 
+@frozen(eq=False)
+class StepMemory:
+    """Memory for steps of single tokens as a shard sees them, where captured graphs find them.
+
+    Attributes:
+        starts: [requests + 1] int32, each number itself.
+        lens: [requests] int32. slots: [requests] int64. table: [requests, columns] int32, as in `AttentionBatch`.
+        has_keys: [requests] bool, the requests with a key in the shard.
+    """
+
+    starts: torch.Tensor
+    lens: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    has_keys: torch.Tensor
+
+    @classmethod
+    def of(cls, requests: int, columns: int, device: str) -> StepMemory:
+        """Allocate memory for so many requests with so many kernel blocks each."""
+        return cls(
+            torch.arange(requests + 1, dtype=torch.int32, device=device),
+            torch.zeros(requests, dtype=torch.int32, device=device),
+            torch.zeros(requests, dtype=torch.int64, device=device),
+            torch.zeros(requests, columns, dtype=torch.int32, device=device),
+            torch.zeros(requests, dtype=torch.bool, device=device),
+        )
+
+    def keep(self, batch: AttentionBatch) -> AttentionBatch:
+        """Return a step of single tokens whose tensors are in this memory."""
+        count, columns = batch.num_requests, min(batch.block_table.shape[1], self.table.shape[1])
+        lens = self.lens[:count].copy_(batch.seq_lens)
+        torch.gt(lens, 0, out=self.has_keys[:count])
+        return evolve(
+            batch,
+            query_start_loc=self.starts[: count + 1],
+            seq_lens=lens,
+            slot_mapping=self.slots[:count].copy_(batch.slot_mapping),
+            block_table=self.table[:count, :columns].copy_(batch.block_table[:, :columns]),
+        )
+
+
 @define(eq=False)
 class RankShards:
     """Backend of an attention group whose cache is divided among ranks. Implements `AttentionBackend`.
@@ -46,6 +90,7 @@ class RankShards:
         size: tokens of a kernel block.
         base: of the backends' LSE.
         writes_cache: whether the backends store keys inside `forward`.
+        memory: for steps of single tokens.
     """
 
     group: Communicator
@@ -56,15 +101,19 @@ class RankShards:
     size: int
     base: str
     writes_cache: bool
+    memory: StepMemory
 
     def plan(self, batch: AttentionBatch) -> RankPlan:
         """Plan this rank's shard, and the step's own keys."""
         step, index, count = StepTokens.of(batch), self.group.rank, self.group.size
         local = local_lens(step.seen, index, count, self.size)
-        part = self.shard.plan(of_shard(batch, index, count, self.size, self.device, step.request, local))
+        own = of_shard(batch, index, count, self.size, self.device, step.request, local)
+        if not step.several:
+            part = self.shard.plan(self.memory.keep(own))
+            return RankPlan(part, joined=True, has_keys=self.memory.has_keys[: own.num_requests], fresh=None)
         has_keys = to_device(local > 0, torch.device(self.device)) if local.any() else None
-        fresh = self.own.plan(of_step(batch, step, self.size)) if step.several else None
-        return RankPlan(part, bool(step.seen.any()), has_keys, fresh)
+        fresh = self.own.plan(of_step(batch, step, self.size))
+        return RankPlan(self.shard.plan(own), bool(step.seen.any()), has_keys, fresh)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
         """Store the new keys that belong to this rank."""
