@@ -105,6 +105,27 @@ def test_every_rank_keeps_its_own_heads(asynchronous: bool, tiny: Tiny, engines:
     ranks.close()
 
 
+@pytest.mark.parametrize("how", ["never", "some"])
+def test_ranks_that_share_keys_keep_their_own_tokens(how: str, tiny: Tiny, engines: Engines) -> None:
+    path = tiny("llama", num_key_value_heads=1)
+    settings = tight(10, path, **SMALL, **TWO, **{"parallel.decode_context": 2})
+    want = tokens_of(engines(path, **{**SMALL, "memory": "4MiB"}), PROMPTS, SHORT)
+    ranks = ThreadRanks(path, **settings, **FAILING)
+    ranks.each(lambda llm: setattr(connector_of(llm), "how", how if llm.engine.group.place.rank else "never"))
+    assert ranks.same(lambda llm: [tokens_of(llm, [prompt], SHORT)[0] for prompt in PROMPTS]) == want
+    hits = ranks.same(lambda llm: loaded(llm, PROMPTS))
+    if how == "never":
+        assert [hit for hit, _ in hits] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+    assert any(count for _, count in hits)
+    assert ranks.same(lambda llm: tokens_of(llm, PROMPTS, SHORT)) == want
+    counts = ranks.same(counts_of)
+    assert (counts.lost > 0) == (how == "some")
+    parts = ranks.each(lambda llm: connector_of(llm).context.part)
+    assert parts == ["tensor 0/2, tokens 0/2, 1 KV heads", "tensor 1/2, tokens 1/2, 1 KV heads"]
+    ranks.each(everything_returned)
+    ranks.close()
+
+
 @pytest.fixture(scope="module")
 def failing(tiny: Tiny) -> Iterator[Callable[[str], ThreadRanks]]:
     made: dict[str, ThreadRanks] = {}
@@ -281,9 +302,12 @@ def test_the_plan_says_what_each_rank_keeps_and_what_is_refused(tiny: Tiny) -> N
     values = {"model": path, "device": "cpu", "parallel.tensor": 2, "kv_connector.name": "host_memory"}
     text = " ".join(make_plan(load_config(values=values)).plan.explain().split())
     assert "each of 2 ranks saves and loads its own heads" in text
-    divided = {**values, "parallel.tensor": 4, "parallel.decode_context": 2}
+    shared = {**values, "parallel.tensor": 4, "parallel.decode_context": 2}
+    text = " ".join(make_plan(load_config(values=shared)).plan.explain().split())
+    assert "each of 4 ranks saves and loads its own heads and tokens" in text
+    apart = {"parallel.tensor": 1, "parallel.context_shards": ("cpu", "cpu"), "attention.backend": "torch"}
     with pytest.raises(NegotiationError, match="the tokens of a block lie in several caches"):
-        make_plan(load_config(values=divided))
+        make_plan(load_config(values={**values, **apart}))
 
 
 @pytest.mark.slow

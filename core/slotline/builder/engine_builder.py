@@ -180,9 +180,10 @@ class EngineBuilder:
         built = evolve(parts, named=step.extensions.named)
         del step, extensions, null_block  # before the caches take the memory that is left
         with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
-            pages = {} if self.planned.shards.divided else layers.pages(specs, memory.num_blocks)
+            apart = len(self.planned.shards.devices) > 1
+            pages = {} if apart else layers.pages(specs, memory.num_blocks)
             router = layers.router(attention, specs, memory.num_blocks, pages, parts.checks)
-            caches = CacheMemory(specs=specs, pages=pages, pool=BlockPool(memory.num_blocks))
+            caches = CacheMemory(specs=layers.held(specs), pages=pages, pool=BlockPool(memory.num_blocks))
             cascade = layers.common_prefixes(attention, built.named.get("cascade"))
             step = self._step(evolve(built, router=router, memory=caches), cascade)
         self._prepare(step, known)

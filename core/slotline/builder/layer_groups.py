@@ -54,6 +54,13 @@ class LayerGroupBuilder:
         """Return the cache spec of each cache group."""
         return [self._spec(group, group.block_size) for group in self.planned.plan.cache_groups]
 
+    def held(self, specs: list[KVSpec]) -> list[KVSpec]:
+        """Return the specs of what this rank holds of each block: a part of its tokens, if ranks share keys."""
+        if not self.planned.shards.ranks:
+            return specs
+        count = self.planned.shards.count
+        return [self._spec(group, group.block_size // count) for group in self.planned.plan.cache_groups]
+
     def _spec(self, group: CacheGroupPlan, block_size: int) -> KVSpec:
         planned = self.planned
         builder = SpecBuilder(
@@ -162,7 +169,8 @@ class LayerGroupBuilder:
 
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
         """Allocate the memory of each layer that owns a cache."""
-        return allocate_pages(self.planned.own_plan, specs, num_blocks, self.planned.stages.device_of, self._zeros)
+        plan, device_of = self.planned.own_plan, self.planned.stages.device_of
+        return allocate_pages(plan, self.held(specs), num_blocks, device_of, self._zeros)
 
     def router(
         self,
@@ -178,7 +186,7 @@ class LayerGroupBuilder:
             pages: the caches' memory. New memory is allocated if it is not given.
             checks: of the outputs of backends in eager steps.
         """
-        if self.shards is not None:
+        if self.shards is not None and not self.planned.shards.ranks:
             caches = self._complete(self.shards.caches(num_blocks, self._spec))
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
@@ -195,10 +203,10 @@ class LayerGroupBuilder:
         Raises:
             ContractError: if one has another form than the contract says.
         """
-        plan = self.planned.own_plan
-        caches = bind_caches(plan, specs, pages, num_blocks)
+        plan, parts = self.planned.own_plan, len(self.planned.shards.ranks) or 1
+        caches = bind_caches(plan, self.held(specs), pages, num_blocks)
         for group in plan.cache_groups:
-            ratio, size = group.block_size // group.kernel_block_size, group.kernel_block_size
+            ratio, size = group.block_size // group.kernel_block_size // parts, group.kernel_block_size
             misfits = (
                 wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype) for at in group.layers
             )

@@ -33,7 +33,7 @@ class CacheMemory:
     """Memory of the caches, which exists after the profile.
 
     Attributes:
-        specs: the spec of each cache group.
+        specs: the spec of each cache group, for what this rank holds of its blocks.
         pages: memory of each layer that owns a cache, by its index. Empty if an extension allocates the caches.
         pool: its blocks, `num_blocks` with the null block.
     """

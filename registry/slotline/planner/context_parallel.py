@@ -182,7 +182,7 @@ def refuse_context(
         texts.append("batch_invariant = true: how a text is cut into steps decides what is merged")
     if config.cache.calculate_kv_scales or any(scale != 1.0 for pair in facts.kv_scales.values() for scale in pair):
         texts.append("an eight-bit cache with scales is not divided")
-    if config.kv_connector.name:
+    if config.kv_connector.name and not shards.ranks:
         texts.append(f"kv_connector.name = {config.kv_connector.name!r}: the tokens of a block lie in several caches")
     if texts:
         raise NegotiationError(f"{shards.asked} cannot hold: {'; '.join(texts)}", fix=shards.fix)
@@ -201,7 +201,7 @@ def _decodes_captured(plan: Plan) -> Plan:
         evolve(group, graphs=tuple((p, EAGER if s == CAPTURED and p != "decode" else s) for p, s in group.graphs))
         for group in plan.groups
     )
-    states = [dict(group.graphs) for group in (*groups, *plan.state_groups)]
+    states = [dict(group.graphs) for group in groups]
     phases = {phase: phase_state([state[phase] for state in states]) for phase, _ in plan.graphs.phases}
     graphs = evolve(plan.graphs, resolved=resolved_mode(phases), phases=tuple(phases.items()))
     return evolve(plan, groups=groups, graphs=graphs)

@@ -72,7 +72,8 @@ def connector_setting(loaded: LoadedConfig, place: Place) -> tuple[Setting, ...]
         texts.append(f"each of {replicas} replicas has its own")
     if (size := place.layout.replica_size) > 1:
         what = {"tensor": "heads", "pipeline": "layers"}
-        own = " and ".join(text for dimension, text in what.items() if getattr(place.layout, dimension) > 1)
+        owned = [text for dimension, text in what.items() if getattr(place.layout, dimension) > 1]
+        own = " and ".join((*owned, *(("tokens",) if loaded.config.parallel.decode_context > 1 else ())))
         texts.append(
             f"each of {size} ranks saves and loads its own {own}; what one rank lacks or cannot load, all compute"
         )
@@ -82,11 +83,12 @@ def connector_setting(loaded: LoadedConfig, place: Place) -> tuple[Setting, ...]
     return (Setting(key=KEY, asked=name, resolved=name, origin=origin, explicit=True),)
 
 
-def part_of(place: Place, plan: Plan) -> str:
+def part_of(place: Place, plan: Plan, sharing: tuple[int, ...]) -> str:
     """Return what a rank has of each block, see `KVConnectorContext.part`.
 
     Args:
         plan: its own.
+        sharing: the ranks that share keys, this one among them. Empty if it has all keys of its heads.
     """
     if place.layout.replica_size == 1:
         return ""
@@ -95,6 +97,8 @@ def part_of(place: Place, plan: Plan) -> str:
         for dimension in ("pipeline", "tensor")
         if getattr(place.layout, dimension) > 1
     ]
+    if sharing:
+        texts.append(f"tokens {sharing.index(place.rank)}/{len(sharing)}")
     heads = {layer.num_kv_heads for group in plan.cache_groups for layer in group.layers}
     return ", ".join((*texts, f"{'/'.join(map(str, sorted(heads)))} KV heads"))
 

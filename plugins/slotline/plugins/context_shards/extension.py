@@ -62,15 +62,15 @@ class ContextShardsExtension:
         if self._group is not None:
             layers = tuple(wide(layer, self._count) for layer in context.layers)
             columns = -(-context.max_model_len // group.block_size) * (group.block_size // self._count // size)
-            memory = StepMemory.of(scheduler.max_requests, columns, context.device)
-            return RankShards(self._group, build(descriptor, evolve(each, layers=layers)), *rest, memory)
+            steps = StepMemory.of(scheduler.max_requests, columns, context.device)
+            return RankShards(self._group, build(descriptor, evolve(each, layers=layers)), *rest, steps)
         shards = [Shard(build(descriptor, evolve(each, device=device)), device) for device in self._devices]
         return ContextShards(shards, *rest)
 
     def caches(self, num_blocks: int, spec_of: Callable[[CacheGroupPlan, int], KVSpec]) -> Mapping[int, Any]:
         """Allocate each shard's part of the cache of each layer that owns one, by the layer's index.
 
-        They are `ShardedCache`, and `KVCache` over ranks, which have one shard each.
+        They are `ShardedCache`. Ranks have one shard each, which is a cache like any other.
 
         Args:
             num_blocks: of the pool.
@@ -83,8 +83,6 @@ class ContextShardsExtension:
         for device in self._devices:
             pages = allocate_pages(plan, specs, num_blocks, lambda _layer, device=device: device, self._zeros)  # type: ignore[misc]
             parts.append(bind_caches(plan, specs, pages, num_blocks))
-        if self._group is not None:
-            return parts[0]
         return {index: ShardedCache(*cache, tuple(part[index] for part in parts)) for index, cache in parts[0].items()}
 
     def _zeros(self, count: int, device: str) -> Any:

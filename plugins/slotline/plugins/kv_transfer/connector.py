@@ -45,7 +45,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         )
         for group, size in zip(plan.cache_groups, copy.block_bytes, strict=True)
     )
-    part = part_of(planned.place, plan)
+    part = part_of(planned.place, plan, planned.shards.ranks)
     context = KVConnectorContext(
         contract=bind_contract(descriptor),
         groups=groups,
