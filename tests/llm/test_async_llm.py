@@ -157,7 +157,22 @@ def test_embeddings_are_those_of_llm(tiny: Tiny, engines: Engines) -> None:
         torch.testing.assert_close(output.outputs.data, wanted.outputs.data)
     with pytest.raises(RequestError, match="task"):
         run(last(with_task.encode(PROMPTS[0], PoolingParams(task="classify"))))  # type: ignore[arg-type]
+    texts = ["def f(", "x = 1", "def g("]
+    for cut in (None, 2):
+        params = PoolingParams(truncate_prompt_tokens=cut)
+        scores = [llm.score(texts[0], texts, params), run(with_task.score(texts[0], texts, params))]
+        assert scores[1][1].prompt_token_ids == scores[0][1].prompt_token_ids
+        torch.testing.assert_close(*([one.outputs.score for one in each] for each in scores))
+    with pytest.raises(RequestError, match="truncate_prompt_tokens=99 is above"):
+        run(with_task.score("a", "b", PoolingParams(truncate_prompt_tokens=99)))
+    with pytest.raises(RequestError, match="no rewards of texts"):
+        run(with_task.reward("a"))
     with_task.close()
+    path = tiny("llama", architecture="LlamaForSequenceClassification", num_labels=1)
+    (reward,) = engines(path).reward(PROMPTS[:1])
+    rewarding = AsyncLLM(path, **DEFAULTS)
+    torch.testing.assert_close(run(rewarding.reward(PROMPTS[0])).outputs.data, reward.outputs.data)
+    rewarding.close()
 
 
 @pytest.mark.parametrize("way", ["break", "cancel", "cancel at once", "abort"])

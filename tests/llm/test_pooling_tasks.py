@@ -123,6 +123,38 @@ def test_a_cross_encoder_scores_pairs_as_transformers_does(architecture: str, ty
     assert found[0].prompt_token_ids == kwargs[0]["input_ids"][0].tolist()
 
 
+@pytest.mark.behaviour(35, 49)
+def test_pairs_are_cut_as_the_tokenizer_cuts_them(tmp_path: Path) -> None:
+    path = bert(tmp_path / "cross", "BertForSequenceClassification", num_labels=1)
+    llm = LLM(path, device="cpu")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    pairs = [(TEXTS[0] * 9, TEXTS[1]), (TEXTS[1], TEXTS[0] * 9), (TEXTS[0] * 9, TEXTS[2] * 9), (TEXTS[1], TEXTS[1])]
+    for limit in (5, 8, 11, 64, -1):
+        found = llm.score(*map(list, zip(*pairs, strict=True)), PoolingParams(truncate_prompt_tokens=limit))
+        for pair, one in zip(pairs, found, strict=True):
+            expected = tokenizer(*pair, truncation=True, max_length=64 if limit == -1 else limit)
+            assert one.prompt_token_ids == expected["input_ids"]
+    with torch.no_grad():
+        logits = hf_model(path, "AutoModelForSequenceClassification")(
+            **tokenizer(*pairs[2], truncation=True, max_length=8, return_tensors="pt")
+        ).logits
+    (scored,) = llm.score(*pairs[2], PoolingParams(truncate_prompt_tokens=8))
+    assert scored.outputs.score == pytest.approx(float(logits.sigmoid()), abs=2e-5)
+    typed = {"prompt_token_ids": [1, 7, 8, 2, 9, 2], "token_type_ids": [0, 0, 0, 0, 1, 1]}
+    (ids,) = llm.classify([typed], PoolingParams(truncate_prompt_tokens=4))
+    assert ids.prompt_token_ids == [8, 2, 9, 2]
+    for limit, says in (
+        (65, "truncate_prompt_tokens=65 is above max_model_len=64"),
+        (4, "the tokenizer adds 3 special tokens"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            llm.score("a cat", "a dog", PoolingParams(truncate_prompt_tokens=limit))
+    for wrong in (0, -2, True, 2.5, "8"):
+        with pytest.raises(RequestError, match=r"truncate_prompt_tokens=.* is not allowed"):
+            PoolingParams(truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+    assert not llm.engine.has_work
+
+
 @pytest.mark.behaviour(49)
 def test_token_types_come_with_a_prompt_and_wrong_ones_are_named(tmp_path: Path) -> None:
     path = bert(tmp_path / "bert", "BertModel")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -89,6 +90,25 @@ def test_embeddings_with_layers_and_prompts_equal_the_librarys(library: tuple[An
     ):
         with pytest.raises(RequestError, match=says):
             ask()
+
+
+@pytest.mark.behaviour(35)
+def test_long_texts_are_cut_as_the_library_cuts_them(library: tuple[Any, Path], embedder: LLM) -> None:
+    model, texts = library[0], [TEXTS[0] * 20, TEXTS[1]]
+    whole, model.max_seq_length = model.max_seq_length, 7
+    try:
+        expected = model.encode(texts, prompt_name="plain", convert_to_tensor=True)
+    finally:
+        model.max_seq_length = whole
+    params = PoolingParams(truncate_prompt_tokens=7)
+    outputs = embedder.embed(texts, params, prompt_name="plain")
+    torch.testing.assert_close(found(outputs), expected, atol=2e-5, rtol=0)
+    assert [len(one.prompt_token_ids) for one in outputs] == [7, 4]
+    assert embedder.embed([9, 8, 7, 6], PoolingParams(truncate_prompt_tokens=2))[0].prompt_token_ids == [7, 6]
+    (cut,) = embedder.embed([np.array([9, 8, 7])], PoolingParams(truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == [8, 7]
+    with pytest.raises(RequestError, match=r"at most .* fit"):
+        embedder.embed(texts)
 
 
 @pytest.mark.behaviour(35)

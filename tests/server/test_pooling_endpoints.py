@@ -35,6 +35,11 @@ def test_pooling_gives_a_vector_for_each_token_or_for_the_text(embedding_server:
     whole = post(embedding_server, "/pooling", input=texts, task="embed").json()["data"]
     for tokens, one in zip(answer["data"], whole, strict=True):
         assert tokens["data"][-1] == pytest.approx(one["data"], abs=1e-2)
+    for route in ("/pooling", "/v1/embeddings"):
+        assert post(embedding_server, route, input=texts[0], truncate_prompt_tokens=2).json()["usage"] == {
+            "prompt_tokens": 2,
+            "total_tokens": 2,
+        }
     short = post(embedding_server, "/pooling", input=texts[0], encoding_format="base64").json()["data"][0]["data"]
     packed = np.frombuffer(base64.b64decode(short), np.float32)
     assert packed.tolist() == pytest.approx(np.array(answer["data"][0]["data"]).ravel().tolist(), abs=1e-2)
@@ -42,6 +47,7 @@ def test_pooling_gives_a_vector_for_each_token_or_for_the_text(embedding_server:
         ({"task": "score"}, "'score' cannot run"),
         ({"task": "embed", "dimensions": 3}, "dimensions=3 is not served"),
         ({"prompt_name": "query"}, "'query' is not known"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 is not allowed"),
     ):
         refused = post(embedding_server, "/pooling", input="x", **body)
         assert (refused.status_code, says in refused.json()["error"]["message"]) == (400, True)
@@ -77,6 +83,8 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: tuple[RunningServer, Pa
     refused = post(server, "/v1/score", text_1="the cat", text_2=["a dog", "a " * 100])
     assert refused.status_code == 400
     assert "at most 64 fit" in refused.json()["error"]["message"]
+    cut = post(server, "/v1/score", text_1="the cat", text_2=["a dog", "a " * 100], truncate_prompt_tokens=9).json()
+    assert cut["usage"]["prompt_tokens"] == 7 + 9
     refused = post(server, "/v1/embeddings", input="x")
     assert refused.status_code == 400
     server.everything_returned()

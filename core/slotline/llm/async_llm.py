@@ -16,6 +16,7 @@ from slotline.core.api.outputs import (
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
+    ScoringRequestOutput,
 )
 from slotline.core.api.prompts import Prompt, as_params, of_task
 from slotline.core.batch.request import Request
@@ -26,9 +27,11 @@ from slotline.llm.deliveries import Deliveries
 from slotline.llm.engine_thread import EngineThread
 from slotline.llm.output_stream import OutputKind, OutputStream, Part
 from slotline.llm.pooled_texts import with_prompt
+from slotline.llm.rewards import rewarding
 from slotline.llm.scoring import Scoring, scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.llm.truncation import truncated
 from slotline.ranks.replicas.front import Front, engine_of, failure_of, scale_front, start_front
 from slotline.ranks.replicas.growth import ScaleReport
 from slotline.registry.config import LoadedConfig
@@ -236,7 +239,8 @@ class AsyncLLM:
             RequestError: if the prompt or its parameters are wrong, or the engine runs another task.
         """
         params = of_task(pooling_params or PoolingParams(), pooling_task)
-        fields = await self._fields(with_prompt(self.submitter, prompt, params.task, prompt_name))
+        given = truncated(self.submitter, with_prompt(self.submitter, prompt, params.task, prompt_name), params)
+        fields = await self._fields(given)
         async with aclosing(self._streamed(fields, params, lora_request, "final_only")) as streams:
             async for stream in streams:
                 yield self.front.extension("pooling").output(stream.parts[0].request)
@@ -265,6 +269,58 @@ class AsyncLLM:
             RequestError: if a text is wrong, or the model scores no pairs.
         """
         return await self._on_text_thread(lambda: scoring(self.submitter, first, second, **options))
+
+    async def score(
+        self,
+        first: str | list[str],
+        second: str | list[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        lora_request: AdapterChoice = None,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each pair of texts, see `LLM.score`.
+
+        Args:
+            first, second, pooling_params, lora_request: as for `LLM.score`.
+            options: its `score_type`, `prompt_name` and `instruction`.
+
+        Raises:
+            RequestError: if a text is wrong, or the model scores no pairs. The requests of the call end then.
+        """
+        asked = await self.scoring(first, second, pooling_params=pooling_params, **options)
+        params = asked.params(pooling_params)
+        return asked.outputs(await self._encode_all(asked.prompts, params, lora_request))
+
+    async def reward(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        *,
+        step_token: str | int | None = None,
+        lora_request: AdapterChoice = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the reward of one prompt [1], or of each of its steps [num_steps], see `LLM.reward`."""
+        asked = rewarding(self.submitter, pooling_params, step_token)
+        (output,) = asked.outputs(await self._encode_all([prompt], asked.params, lora_request))
+        return output
+
+    async def _encode_all(
+        self, prompts: Sequence[Prompt], params: PoolingParams, lora_request: AdapterChoice
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the output of each prompt. If one fails, the others are aborted."""
+
+        async def one(prompt: Prompt) -> PoolingRequestOutput[PoolingOutput]:
+            (output,) = [output async for output in self.encode(prompt, params, lora_request=lora_request)]
+            return output
+
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abort(self, request_id: str) -> bool:
         """End a request now, by its id. Its stream ends with what it has. Return False if none has this id."""

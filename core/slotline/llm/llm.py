@@ -27,6 +27,7 @@ from slotline.llm.rewards import rewarding
 from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.llm.truncation import truncated
 from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
 from slotline.ranks.ranked_engine import RankedEngine
 from slotline.ranks.replicas.front import Front, end_front, engine_of, scale_front, start_front
@@ -346,6 +347,7 @@ class LLM:
         tasks = [one.task for one in tasked]
         shown = as_progress(progress, use_tqdm)
         given = [with_prompt(self.submitter, *pair, prompt_name) for pair in zip(given, tasks, strict=True)]
+        given = [truncated(self.submitter, *pair) for pair in zip(given, tasked, strict=True)]
         groups = self.submitter.submit_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, shown)
         return [self.front.extension("pooling").output(request) for (request,) in groups]
@@ -459,6 +461,7 @@ class LLM:
             score_type=score_type,
             prompt_name=prompt_name,
             instruction=instruction,
+            pooling_params=pooling_params,
         )
         params = asked.params(pooling_params)
         found = self.encode(asked.prompts, params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)

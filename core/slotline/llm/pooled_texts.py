@@ -48,7 +48,7 @@ def with_prompt(submitter: Submitter, prompt: Prompt, task: str | None, name: st
         if name is not None:
             raise RequestError(f"prompt_name={safe_repr(name)} is for {' and '.join(_EMBEDDING)}", fix="leave it out")
         return prompt
-    before, text = prefix(submitter.pooling_form, name), _text(prompt)
+    before, text = prefix(submitter.pooling_form, name), text_of(prompt)
     if name is not None and text is None:
         raise RequestError(f"prompt_name={safe_repr(name)} with token ids", fix="give text, or leave it out")
     if not before or text is None:
@@ -56,7 +56,7 @@ def with_prompt(submitter: Submitter, prompt: Prompt, task: str | None, name: st
     return {**prompt, "prompt": before + text} if isinstance(prompt, Mapping) else before + text
 
 
-def _text(prompt: Prompt) -> str | None:
+def text_of(prompt: Prompt) -> str | None:
     """Return the text of a prompt that has yet to be tokenized."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
     return text if isinstance(text, str) else None

@@ -13,6 +13,7 @@ from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, Scori
 from slotline.core.api.prompts import of_task
 from slotline.llm.pooled_texts import prefix, side_prefix
 from slotline.llm.submitter import Submitter
+from slotline.llm.truncation import limit_of
 from slotline.registry.contracts import PoolingForm, PoolingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
@@ -73,6 +74,7 @@ def scoring(
     score_type: str | None = None,
     prompt_name: str | None = None,
     instruction: str | None = None,
+    pooling_params: PoolingParams | None = None,
 ) -> Scoring:
     """Return the prompts of pairs of texts.
 
@@ -82,11 +84,12 @@ def scoring(
         score_type: a `ScoreType` in place of the model's.
         prompt_name: the prompt before the first text in place of the default.
         instruction: its text, for a model that reads both texts.
+        pooling_params: those of the prompts, which may cut them.
 
     Raises:
         RequestError: if the engine scores no pairs in this way, or if the texts are no pairs.
     """
-    form = submitter.pooling_form
+    form, limit = submitter.pooling_form, limit_of(submitter, pooling_params or PoolingParams())
     kind, task = _kind(form, score_type)
     left, right = _several(first, "first"), _several(second, "second")
     left = left * len(right) if len(left) == 1 else left
@@ -96,7 +99,7 @@ def scoring(
         )
     if task == "score":
         text = prefix(form, prompt_name) if instruction is None else instruction
-        prompts = [pair_prompt(submitter, form, *pair, text) for pair in zip(left, right, strict=True)]
+        prompts = [pair_prompt(submitter, form, *pair, text, limit) for pair in zip(left, right, strict=True)]
         return Scoring(prompts=prompts, task=task, pairs=[(place,) for place in range(len(prompts))])
     if instruction is not None:
         raise RequestError(f"instruction={safe_repr(instruction)}: only a cross-encoder reads one", fix="leave it out")
@@ -105,7 +108,7 @@ def scoring(
     right = [side_prefix(form, "document") + one for one in right]
     places: dict[str, int] = {}
     pairs = [tuple(places.setdefault(text, len(places)) for text in pair) for pair in zip(left, right, strict=True)]
-    prompts = [{"prompt_token_ids": submitter.encode(text), "prompt": text} for text in places]
+    prompts = [{"prompt_token_ids": submitter.encode(text, limit), "prompt": text} for text in places]
     score: Score = partial(_similarity, _SIMILARITIES[form.texts.similarity])
     if kind == "late-interaction":
         score = partial(_late_interaction, _skipped(submitter, form))
@@ -130,13 +133,16 @@ def _kind(form: PoolingForm, score_type: str | None) -> tuple[str, str]:
     )
 
 
-def pair_prompt(submitter: Submitter, form: PoolingForm, first: str, second: str, before: str) -> dict[str, Any]:
+def pair_prompt(
+    submitter: Submitter, form: PoolingForm, first: str, second: str, before: str, limit: int | None = None
+) -> dict[str, Any]:
     """Return the prompt of a pair of texts for a model that reads both.
 
     A chat template that has the roles ``query`` and ``document`` makes it, else the tokenizer joins the texts.
 
     Args:
         before: the instruction, empty for none. It is the system's message, or stands before the first text.
+        limit: the most tokens. None for all.
 
     Raises:
         RequestError: if they cannot be tokenized.
@@ -147,7 +153,7 @@ def pair_prompt(submitter: Submitter, form: PoolingForm, first: str, second: str
         messages = [{"role": role, "content": text} for role, text in roles]
         options = ChatOptions(add_generation_prompt=False)
         return {"prompt_token_ids": submitter.tokenizer.chat_prompt(messages, options)}
-    token_ids, types = submitter.tokenizer.encode_pair(before + first, second)
+    token_ids, types = submitter.tokenizer.encode_pair(before + first, second, limit)
     prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
     return prompt | {"token_type_ids": types} if form.token_types and any(types) else prompt
 

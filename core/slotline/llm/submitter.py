@@ -105,12 +105,14 @@ class Submitter:
         with self.front.plugins.naming():
             return prompt_fields(prompt, lambda: self.tokenizer, self._reader)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text.
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Return the tokens of a text, at most `limit` if it is a number.
 
         Raises:
             RequestError: if it is empty, or cannot be read.
         """
+        if text and limit is not None:
+            return self.tokenizer.encode(text, limit)
         token_ids: list[int] = self.fields(text)["prompt_token_ids"]
         return token_ids
 

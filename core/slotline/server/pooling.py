@@ -48,7 +48,12 @@ async def create_embedding(state: ServerState, request: Request) -> Response:
         HttpError, SlotlineError, msgspec.DecodeError: if the request is wrong.
     """
     fields = await state.read(request, EmbeddingFields)
-    params = PoolingParams(task="embed", dimensions=fields.dimensions, normalize=fields.normalize)
+    params = PoolingParams(
+        task="embed",
+        dimensions=fields.dimensions,
+        normalize=fields.normalize,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+    )
     prompts = as_prompts("input", fields.input)
     name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
     data = [Embedding(index=index, embedding=one) for index, one in enumerate(_written(outputs, fields))]
@@ -62,7 +67,11 @@ async def create_classification(state: ServerState, request: Request) -> Respons
         HttpError, SlotlineError, msgspec.DecodeError: if the request is wrong.
     """
     fields = await state.read(request, ClassifyFields)
-    params = PoolingParams(task="classify", use_activation=fields.use_activation)
+    params = PoolingParams(
+        task="classify",
+        use_activation=fields.use_activation,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
+    )
     name, outputs = await _pooled(state, request, fields, as_prompts("input", fields.input), params)
     labels = state.labels
     data = []
@@ -85,7 +94,11 @@ async def create_pooling(state: ServerState, request: Request) -> Response:
         form = state.llm.submitter.pooling_form
         task = next((one for one in TOKEN_TASKS if one in form.tasks), form.tasks[0])
     params = PoolingParams(
-        task=task, dimensions=fields.dimensions, normalize=fields.normalize, use_activation=fields.use_activation
+        task=task,
+        dimensions=fields.dimensions,
+        normalize=fields.normalize,
+        use_activation=fields.use_activation,
+        truncate_prompt_tokens=fields.truncate_prompt_tokens,
     )
     prompts = as_prompts("input", fields.input)
     name, outputs = await _pooled(state, request, fields, prompts, params, fields.prompt_name)
@@ -138,8 +151,11 @@ async def _scores(
     state: ServerState, request: Request, fields: PairFields, first: list[str], second: list[str]
 ) -> tuple[str, list[float], PoolingUsage]:
     """Return the model's name, the score of each pair, and the counts of tokens. Equal texts are computed once."""
-    asked = await state.llm.scoring(first, second, prompt_name=fields.prompt_name, instruction=fields.instruction)
-    params = asked.params(PoolingParams(use_activation=fields.use_activation))
+    given = PoolingParams(use_activation=fields.use_activation, truncate_prompt_tokens=fields.truncate_prompt_tokens)
+    asked = await state.llm.scoring(
+        first, second, prompt_name=fields.prompt_name, instruction=fields.instruction, pooling_params=given
+    )
+    params = asked.params(given)
     name, outputs = await _pooled(state, request, fields, list(asked.prompts), params)
     found = [one.outputs for one in asked.outputs(outputs)]
     return name, [one.score for one in found if one is not None], _usage(outputs)

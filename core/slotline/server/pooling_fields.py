@@ -16,6 +16,7 @@ class PoolingFields(Fields, kw_only=True):
     model: str | None = None
     user: str | None = None
     priority: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class EmbeddingFields(PoolingFields):

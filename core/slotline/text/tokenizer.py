@@ -47,24 +47,51 @@ class Tokenizer:
         """Return the transformers tokenizer."""
         return self._hf
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Return the tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
+
+        Args:
+            limit: the most tokens, by a cut at the tokenizer's own side that keeps the special tokens. None for all.
 
         Raises:
             RequestError: if a text that is not empty has no tokens, or if the text has half a surrogate pair, which is
                 not a
-                character.
+                character. The same if `limit` leaves no room beside the special tokens.
         """
-        token_ids = self._encode(text)
+        token_ids = self._encode(text, limit=limit)
         if text and not token_ids:
             raise RequestError(
                 f"the tokenizer makes no token of {safe_repr(text)}", fix="give another text, or token ids"
             )
         return token_ids
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _cut(self, texts: Sequence[str], limit: int) -> Any:
+        """Return the encoding of a text or of two with at most `limit` tokens. The special tokens stay.
+
+        Nothing is set in the tokenizer, since other threads use it.
+
+        Raises:
+            RequestError: if `limit` leaves no room beside the special tokens.
+        """
+        special = self._hf.num_special_tokens_to_add(pair=len(texts) > 1)
+        room = limit - special
+        if room < len(texts):
+            raise RequestError(
+                f"truncate_prompt_tokens={limit}: the tokenizer adds {special} special tokens",
+                fix=f"give {special + len(texts)} or more",
+            )
+        parts = [self._fast.encode(text, add_special_tokens=False) for text in texts]
+        for part, length in zip(parts, kept_lengths([len(part.ids) for part in parts], room), strict=True):
+            part.truncate(length, direction=self._hf.truncation_side)
+        return self._fast.post_process(*parts, add_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         try:
+            if limit is not None:
+                return list(self._cut([text], limit).ids)
             token_ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except RequestError:
+            raise
         except Exception as error:
             raise RequestError(
                 f"the tokenizer cannot read {safe_repr(text)}: {_why(text, error)}",
@@ -72,14 +99,22 @@ class Tokenizer:
             ) from error
         return token_ids
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> tuple[list[int], list[int]]:
         """Return the tokens of two texts as one prompt, and the type of each token.
 
+        Args:
+            limit: the most tokens, by cuts of the longer text first. None for all.
+
         Raises:
-            RequestError: if a text has half a surrogate pair, which is not a character.
+            RequestError: if a text has half a surrogate pair, which is not a character, or `limit` is too small.
         """
         try:
+            if limit is not None:
+                cut = self._cut([first, second], limit)
+                return list(cut.ids), list(cut.type_ids)
             found = self._hf(first, second, return_token_type_ids=True)
+        except RequestError:
+            raise
         except Exception as error:
             raise RequestError(
                 f"the tokenizer cannot read {safe_repr(first)} and {safe_repr(second)}: {_why(first + second, error)}",
@@ -160,6 +195,15 @@ class Tokenizer:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+
+def kept_lengths(lengths: Sequence[int], room: int) -> list[int]:
+    """Return the lengths of one or two texts cut to `room` tokens in all, the longer one first."""
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    short = min(min(lengths), room // 2)
+    rest = room - short
+    return [short, rest] if lengths[0] <= lengths[1] else [rest, short]
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:

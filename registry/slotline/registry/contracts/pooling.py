@@ -63,6 +63,15 @@ def _dimensions(_instance: Any, _attribute: Any, value: Any) -> None:
         )
 
 
+def _truncation(_instance: Any, _attribute: Any, value: Any) -> None:
+    wrong = not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1)
+    if value is not None and wrong:
+        raise RequestError(
+            f"truncate_prompt_tokens={safe_repr(value)} is not allowed",
+            fix="give an integer >= 1, -1 for as many tokens as the engine takes, or None to refuse a longer prompt",
+        )
+
+
 @frozen(kw_only=True)
 class PoolingParams:
     """Parameters for pooling one request's hidden states. None leaves a parameter to the model.
@@ -74,6 +83,8 @@ class PoolingParams:
             it (Matryoshka).
         normalize: True to divide the embedding by its length.
         use_activation: True to apply the model's softmax or sigmoid to class scores and to the score of a pair.
+        truncate_prompt_tokens: the most tokens of a prompt: of a text as its tokenizer cuts, of token ids the last.
+            -1 for as many as the engine takes. None to refuse a prompt that is too long.
 
     Raises:
         RequestError: naming the parameter, its value and the allowed values.
@@ -83,6 +94,7 @@ class PoolingParams:
     dimensions: int | None = field(default=None, converter=plain_number, validator=_dimensions)
     normalize: bool | None = field(default=None, converter=plain_number, validator=_flag)
     use_activation: bool | None = field(default=None, converter=plain_number, validator=_flag)
+    truncate_prompt_tokens: int | None = field(default=None, converter=plain_number, validator=_truncation)
 
     def __attrs_post_init__(self) -> None:
         for name, tasks in _ONLY_FOR.items():
