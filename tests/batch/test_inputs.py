@@ -15,7 +15,7 @@ from engine_driver import GREEDY, add, random_prompts, recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotline.builder.made_up import even_split, made_up_inputs
+from slotline.builder.made_up import even_split, made_up_inputs, mixed_split
 from slotline.core import LLM
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
@@ -347,6 +347,10 @@ def test_the_shapes_of_made_up_batches_sum_to_what_was_asked(tokens: int, reques
     assert (sum(lens), len(lens)) == (tokens, min(requests, tokens))
     assert min(lens) >= 1
     assert max(lens) - min(lens) <= 1
+    *decodes, prompt = mixed_split(tokens, requests)
+    assert sum(decodes) == len(decodes) == min(requests - 1, tokens // 2)
+    assert len(decodes) + prompt == tokens
+    assert prompt >= tokens / 2
 
 
 @pytest.mark.behaviour(87)

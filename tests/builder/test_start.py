@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import random_prompts, tokens_of
+from repository import SUPPORT
 from tiny_engines import DEFAULTS
 
 from slotline.backends.cuda import copies as staging
@@ -23,10 +24,11 @@ from slotline.core.device import transfer_buffer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.planner.plan import make_plan
 from slotline.plugins.multimodal.encoder_runner import EncoderRunner
+from slotline.proposers.speculation import verification
 from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.registry.config import load_config
 from slotline.registry.contracts import Draft
-from slotline.registry.errors import PluginError
+from slotline.registry.errors import CapacityError, PluginError
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
@@ -64,7 +66,7 @@ def test_a_start_profiles_a_spread_step_and_the_sampler_and_warms_up(start: list
     assert step[1][2] > 20, "a mixture of experts that meets one token would be profiled on one expert"
     assert (sampler[0], sampler[1][:3]) == ("warm_up", (1, 384, "cpu"))
     assert warm == ("warm_up", None)
-    assert [told[:2] for name, told in small if name == "run"] == [(1, 1), (1, 16)]
+    assert [told[:2] for name, told in small if name == "run"] == [(1, 1), (1, 16), (4, 16)]
 
 
 @pytest.mark.behaviour(139, 142)
@@ -76,6 +78,38 @@ def test_a_start_shows_the_drafter_the_step_that_measures_memory(
     LLM(tiny("llama_deep"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
     assert [name for name, _ in start[:3]] == ["run", "rehearse", "warm_up"]
     assert start[1] == ("rehearse", True)
+
+
+@pytest.mark.behaviour(140)
+def test_a_start_tries_rejection_sampling_on_finite_logits_and_it_must_fit(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline = (f"{SUPPORT / 'guessing_drafter.py'}:Guesser",)
+    drafter = {"plugins.inline": inline, "drafter.name": "guesser", "drafter.tokens": 2}
+    plain, tried = verification.reject, list[tuple[int, torch.Tensor]]()
+
+    def reject(logits: torch.Tensor, tokens: torch.Tensor, probabilities: torch.Tensor, rejections: Any) -> Any:
+        assert logits.isfinite().all()
+        found = plain(logits, tokens, probabilities, rejections)
+        tried.append((len(rejections.packed), found))
+        return found
+
+    monkeypatch.setattr(verification, "reject", reject)
+    LLM(tiny("llama"), **{**DEFAULTS, **drafter})
+    count, found = tried[0]
+    assert (count, found.shape, found.dtype) == (2, (3,), torch.int64)
+    assert ((found >= 0) & (found < 384)).all()
+    assert len(verification.rehearse_rejection(3, 2, 50, "cpu")) == 9
+    before = len(tried)
+    LLM(tiny("llama"), **{**DEFAULTS, "drafter.name": "ngram"})
+    assert len(tried) == before, "drafts without a distribution are verified token by token"
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(verification, "reject", full)
+    with pytest.raises(CapacityError, match=r"rejection sampling of 2 drafts over 384 tokens[\s\S]*drafter.tokens"):
+        LLM(tiny("llama"), **{**DEFAULTS, **drafter})
 
 
 def test_a_drafter_that_fails_at_its_rehearsal_fails_the_start(

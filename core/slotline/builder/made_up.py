@@ -68,3 +68,12 @@ def even_split(num_tokens: int, num_requests: int) -> list[int]:
     """Return query lengths of a made-up batch, as even as possible, with the sum `num_tokens`."""
     each, rest = divmod(num_tokens, num_requests)
     return [each] * (num_requests - rest) + [each + 1] * rest
+
+
+def mixed_split(num_tokens: int, num_requests: int) -> list[int]:
+    """Return query lengths of a made-up batch of decodes and one prompt, with the sum `num_tokens`.
+
+    Decodes have up to half of the tokens, and there are at most `num_requests` - 1 of them. The prompt is last.
+    """
+    decodes = min(num_requests - 1, num_tokens // 2)
+    return [1] * decodes + [num_tokens - decodes]

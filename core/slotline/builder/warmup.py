@@ -11,7 +11,7 @@ from attrs import frozen
 from slotline.builder.dry_runs import draws, forwards, rare_operations, record_launches
 from slotline.builder.graph_capture import Recorder, note_lacking
 from slotline.builder.graph_capturer import GraphCapturer
-from slotline.builder.made_up import even_split, made_up_inputs
+from slotline.builder.made_up import even_split, made_up_inputs, mixed_split
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.device.torch_device import compiler_of
@@ -132,6 +132,9 @@ class Warmup:
         sizes = (1, 16, _LONG_PROMPT) if self._overlaps else (1, 16)
         for variant, size in product(self._variants, sizes):
             yield made_up_inputs(self.gatherer, [min(size, self._longest)], variant=variant)
+        lens = mixed_split(min(sizes[1], self._longest), self.planned.loaded.config.scheduler.max_requests)
+        if len(lens) > 1:
+            yield made_up_inputs(self.gatherer, lens)
 
     def _prompts(self) -> Iterator[ModelInputs]:
         """Yield prompts of every power of two, made up one by one.

@@ -61,6 +61,7 @@ class DraftRunner:
         history: the copy of tokens that the drafter reads.
         probabilities: [requests, k, vocab_size] on the device, the distributions of the last proposal, if known.
             `DraftTable.entry` maps rows to its entries.
+        gives_probabilities: True if the drafter declares that it gives them.
         observing: True if the drafter observes the running step.
         attention: of the drafter's own layers, if it has any and the caches exist.
         graphs: replays the drafter's work, if it is captured.
@@ -106,6 +107,7 @@ class DraftRunner:
         self.needs_hidden_states = capabilities.needs_hidden_states and not self._is_told
         self.needs_computed = self.observing = capabilities.needs_computed and not self._is_told
         self.catches_up = capabilities.catches_up
+        self.gives_probabilities = bool(capabilities.probabilities.support)
         self._caught_up = np.full(rows.max_requests, -1)  # generations of rows whose tokens the drafter's cache has
         self.remembers = capabilities.remembers
         self.taps = LayerTaps(layer_ids, device) if layer_ids else None

@@ -29,7 +29,7 @@ from slotline.proposers.speculation.rejected_token_correction import make_exact
 from slotline.proposers.speculation.rejections import PLACE_WIDTH
 from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
 from slotline.proposers.speculation.step_drafts import SampledDrafts, StepDrafts, arrange_tree, with_mask
-from slotline.proposers.speculation.verification import reject, standing
+from slotline.proposers.speculation.verification import rehearse_rejection, reject, standing
 from slotline.registry.contracts import ExtensionContext
 
 Int = npt.NDArray[np.int64]
@@ -83,8 +83,15 @@ class DraftsExtension:
         return type(self)(self._parts, self._builder, router)
 
     def rehearse(self, output: StepOutput) -> None:
-        """Show the drafter a made-up step."""
+        """Show the drafter a made-up step. If drafts come with probabilities, try rejection sampling at its largest.
+
+        On a CPU memory is not measured, and one request is enough.
+        """
         self.drafting.rehearse(output.extras[NAME].computed)
+        if self.drafting.gives_probabilities:
+            planned = self._planned
+            requests = 1 if planned.on_host else self._rows.max_requests
+            rehearse_rejection(requests, self.drafting.num_tokens, planned.facts.vocab_size, planned.device)
 
     def capture_graphs(self, graphs: GraphCapturer, *, progress: bool) -> None:
         """Capture the drafter's work if the plan says so."""

@@ -58,10 +58,32 @@ class Rejections:
         if len(places) == 0:
             return None
         seed, positions = batch.seed[places], batch.positions[places]
+        return cls.of(
+            places=places,
+            drafts=drafts[places],
+            entries=table.entry[batch.rows[places]],
+            positions=draft_positions[places],
+            accept=uniforms(seed ^ _ACCEPT, positions),
+            draw=uniforms(seed, positions),
+            upload=upload,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        places: Int,
+        drafts: Int,
+        entries: Int,
+        positions: Int,
+        accept: npt.NDArray[np.float64],
+        draw: npt.NDArray[np.float64],
+        upload: Upload,
+    ) -> Rejections:
+        """Pack the fields [m] of `_PLACE` into one array."""
         out = np.empty(len(places), _PLACE)
-        out["place"], out["draft"] = places, drafts[places]
-        out["entry"], out["position"] = table.entry[batch.rows[places]], draft_positions[places]
-        out["accept"], out["draw"] = uniforms(seed ^ _ACCEPT, positions), uniforms(seed, positions)
+        out["place"], out["draft"], out["entry"], out["position"] = places, drafts, entries, positions
+        out["accept"], out["draw"] = accept, draw
         return cls(packed=upload(out.view(np.int64).reshape(-1, PLACE_WIDTH)))
 
 

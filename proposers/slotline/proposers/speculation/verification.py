@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.sampling.sampler import invert
 from slotline.proposers.speculation.draft_tree import DraftTree
 from slotline.proposers.speculation.rejections import Rejections
@@ -73,3 +74,32 @@ def reject(
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
     found = torch.where(accept * offered < wanted, draft, invert(rest, number))
     return tokens.index_copy(0, place, found)
+
+
+def rehearse_rejection(num_requests: int, num_drafts: int, vocab_size: int, device: str) -> torch.Tensor:
+    """Run rejection sampling once on random logits with as many drafts as there can be.
+
+    Its kernels are there then, and its memory is part of the profile.
+
+    Returns:
+        the tokens [num_requests * (num_drafts + 1)] int64.
+
+    Raises:
+        CapacityError: if the device runs out of memory. It names the setting to lower.
+    """
+    count, each = num_requests * num_drafts, num_drafts + 1
+    request, position = np.divmod(np.arange(count), max(num_drafts, 1))
+    what = f"rejection sampling of {count} drafts over {vocab_size} tokens"
+    with oom_as_capacity_error(what, "lower scheduler.max_requests, drafter.tokens or cache.memory"):
+        logits = torch.randn(num_requests * each, vocab_size, device=device)
+        probabilities = torch.rand(num_requests, num_drafts, vocab_size, device=device)
+        rejections = Rejections.of(
+            places=request * each + position,
+            drafts=np.arange(count) % vocab_size,
+            entries=request,
+            positions=position,
+            accept=np.full(count, 0.5),
+            draw=np.full(count, 0.5),
+            upload=lambda packed: torch.from_numpy(packed).to(device),
+        )
+        return reject(logits, logits.argmax(-1), probabilities, rejections)
