@@ -12,7 +12,9 @@ import pytest
 import tiny_grids
 import tiny_vision
 import torch
+from arena import Arena
 from cli_cases import pretend_project_installed
+from devices import tables_on_a_device
 from engine_driver import GREEDY, recorded, recorded_items
 from repository import SUPPORT, TESTS
 from thread_ranks import ThreadRanks
@@ -20,7 +22,9 @@ from tiny_engines import DEFAULTS
 from tiny_grids import IMAGE, VIDEO, greedy_reference, image, video
 from transformers.utils import is_torchvision_available
 
+from slotline.builder import engine_builder
 from slotline.core import LLM
+from slotline.core.device.cpu_ops import CpuOps
 from slotline.registry.errors import NegotiationError, RequestError
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
@@ -325,6 +329,60 @@ def test_captured_steps_read_offsets_at_one_address(
     monkeypatch.setattr(graphs, "replay", remember)
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
     assert len(replayed) > 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on a CPU runs the kernel interpreted")
+@pytest.mark.behaviour(48, 66)
+def test_repeated_steps_keep_the_distance_behind_an_image(tiny_grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="the device goes on by a kernel of Triton's")
+    from slotline.backends.cuda.triton_ops import TritonOps
+
+    path, asked = tiny_grid(), [PROMPTS[0], PROMPTS[2]]
+    with monkeypatch.context() as patched:  # a CPU that stages as a GPU does
+        patched.setattr(engine_builder, "transfer_buffer_for", Arena)
+        patched.setattr(engine_builder, "tables_for", tables_on_a_device)
+        patched.setattr(CpuOps, "advance_decode_batch", TritonOps.advance_decode_batch)
+        llm = LLM(path, **{**DEFAULTS, "block_size": 4, "scheduler.async": True})
+    repeated, steps = llm.engine.extension("repeated_steps").path, list[bool]()
+    original = repeated.next
+
+    def counted(*given: Any) -> Any:
+        found = original(*given)
+        steps.append(found is not None)
+        return found
+
+    monkeypatch.setattr(repeated, "next", counted)
+    assert tokens(generate(llm, asked)) == expected(path, asked)
+    assert sum(steps) > 10
+    model: Any = llm.engine.runner.model
+    found = model.axis_positions
+    monkeypatch.setattr(model, "axis_positions", lambda *given: (found(*given)[0], 0))
+    llm.engine.scheduler.cache.reset()
+    same = [a == b for a, b in zip(tokens(generate(llm, asked)), expected(path, asked), strict=True)]
+    assert same == [False, True]  # of text alone the distance is zero
+
+
+@pytest.mark.spread(1)
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
+@pytest.mark.behaviour(25, 48)
+def test_text_alone_has_one_position_on_all_axes(
+    name: str, tiny_grid: Grid, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tiny_grid(name), PROMPTS[2:3]
+    llm = engines(path, **{"cache.prefix_caching": False})
+    model: Any = llm.engine.runner.model
+    forward, offsets = model.forward, list[torch.Tensor]()
+
+    def on_one_axis(*args: Any, position_offsets: torch.Tensor, **rest: Any) -> Any:
+        offsets.append(position_offsets.clone())
+        return forward(*args, **rest)
+
+    generate(llm, PROMPTS[:2])  # whose offsets are no others' in the same rows
+    monkeypatch.setattr(model, "forward", on_one_axis)
+    assert tokens(generate(llm, asked)) == expected(path, asked)
+    assert len(offsets) >= 20
+    assert not any(one.any() for one in offsets)
+    assert {len(one) for one in offsets} == {3}
 
 
 def test_images_without_a_token_between_them_are_refused(tiny_grid: Grid, engines: Engines) -> None:
