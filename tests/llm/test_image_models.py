@@ -14,6 +14,7 @@ from engine_driver import GREEDY, recorded, recorded_items
 from tiny_sights import SIGHTS, answer, image, video
 
 from slotline.core import LLM
+from slotline.plugins.multimodal import extension
 from slotline.registry.errors import RequestError
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
@@ -25,7 +26,7 @@ Asked = Sequence[tuple[str, tuple[int, ...]]]
 
 TEXTS: Asked = [
     ("def {} main(", (0,)),
-    ("class Row {}{} pass", (1, 0)),
+    ("class Row\n{}{}\n pass", (1, 0)),
     ("import os, sys, json", ()),
     ("The quick {} jumps over the {} word word", (2, 2)),
     ("{}", (3,)),
@@ -84,7 +85,7 @@ HARD: dict[str, dict[str, Any]] = {
     "chunks": {"scheduler.max_batched_tokens": 5, "cache.prefix_caching": False},
     "async": {"scheduler.max_batched_tokens": 7, "scheduler.async": True},
     "drafts": {"scheduler.max_batched_tokens": 14, "drafter.name": "ngram"},
-    "preemption": {"scheduler.max_batched_tokens": 11, "memory": f"{100 * KIB_PER_TOKEN}KiB", "max_model_len": 96},
+    "preemption": {"scheduler.max_batched_tokens": 11, "memory": f"{80 * KIB_PER_TOKEN}KiB", "max_model_len": 76},
 }
 """What cuts, repeats or delays steps."""
 
@@ -94,17 +95,21 @@ HARD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SIGHTS)
 def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: Sight, engines: Engines) -> None:
     path = tiny_sight(name)
-    llm = engines(path, block_size=4, **{**ROOM, **HARD[hard]})
+    settings, run = {**ROOM, **HARD[hard]}, SIGHTS[name].longest_run
+    settings["scheduler.max_batched_tokens"] = max(settings["scheduler.max_batched_tokens"], run)
+    llm = engines(path, block_size=4, **settings)
     with recorded(llm) as steps, recorded_items(llm) as items:
         outputs = generate(llm, asked(name))
     assert_same(name, path, asked(name), outputs)
-    if hard == "chunks":
-        assert any(
-            feature.start < end < feature.end
-            for step, of_step in zip(steps, items, strict=True)
-            for row, feature in of_step.features
-            for end in [int((step.num_computed + step.num_scheduled)[step.rows.tolist().index(row)])]
-        )
+    cut = [
+        feature
+        for step, of_step in zip(steps, items, strict=True)
+        for row, feature in of_step.features
+        for end in [int((step.num_computed + step.num_scheduled)[step.rows.tolist().index(row)])]
+        if feature.start < end < feature.end
+    ]
+    if hard == "chunks" or run:
+        assert bool(cut) != bool(run)  # an image whose tokens see each other is never cut
     if hard == "drafts":
         assert llm.engine.extension("drafts").counts.proposed > 0
     if hard == "preemption":
@@ -175,3 +180,37 @@ def test_compiled_kernels_give_transformers_tokens(name: str, tiny_sight: Sight,
     path = tiny_sight(name)
     llm = engines(path, block_size=16, backend="cpu", optimize=True, **ROOM)
     assert_same(name, path, asked(name), generate(llm, asked(name)))
+
+
+def test_the_text_depends_on_keys_ahead(tiny_sight: Sight, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engines(tiny_sight("gemma3"), **ROOM, **{"cache.prefix_caching": False})
+    monkeypatch.setattr(extension, "with_keys_ahead", lambda inputs, _: inputs)
+    found = [output.outputs[0].token_ids for output in generate(llm, asked("gemma3"))]
+    wanted = [answer("gemma3", tiny_sight("gemma3"), text, seeds, 20)[1] for text, seeds in asked("gemma3")]
+    assert [a == b for a, b in zip(found, wanted, strict=True)] == [False, False, True, False, False]
+
+
+def test_a_prefix_that_ends_inside_an_image_is_continued(tiny_sight: Sight, engines: Engines) -> None:
+    path = tiny_sight("gemma3")
+    llm = engines(path, block_size=4, **ROOM)
+    placeholder, model = SIGHTS["gemma3"].placeholder, llm.engine.extension("multimodal").encoder.model
+    image_token = model.facts.modalities[0].placeholder_token_id
+    prompts: Asked = [(f"a {placeholder}", (5,)), (f"a {placeholder} quite another text", (5,))]
+    outputs = [generate(llm, [one])[0] for one in prompts]
+    assert_same("gemma3", path, prompts, outputs)
+    cached = outputs[1].metrics.num_cached_tokens
+    assert outputs[1].prompt_token_ids[cached - 1 : cached + 1] == [image_token] * 2
+
+
+def test_an_image_above_the_tokens_of_a_step_is_refused(tiny_sight: Sight, engines: Engines) -> None:
+    llm = engines(tiny_sight("gemma3"), block_size=4, **ROOM, **{"scheduler.max_batched_tokens": 8})
+    with pytest.raises(RequestError, match=r"9 tokens that see each other.*max_batched_tokens=8") as caught:
+        generate(llm, asked("gemma3")[:1])
+    assert "scheduler.max_batched_tokens = 9" in str(caught.value.fix)
+    assert len(generate(llm, [("import os", ())])[0].outputs[0].token_ids) == 20
+
+
+def test_what_stands_for_an_image_needs_one(tiny_sight: Sight, engines: Engines) -> None:
+    llm = engines(tiny_sight("gemma3"), **ROOM)
+    with pytest.raises(RequestError, match=r"1 image placeholder tokens .* items for 0"):
+        generate(llm, [(f"a {SIGHTS['gemma3'].placeholder}", ())])

@@ -35,6 +35,7 @@ class TinySight:
         processor: the processor's class, read with an image processor and a tokenizer alone. None for `expanded`.
         settings: of processor_config.json.
         expanded: the tokens of an image in words, from what the image processor returns.
+        longest_run: tokens of an image that see each other. 0 if all are causal.
     """
 
     placeholder: str
@@ -44,6 +45,7 @@ class TinySight:
     processor: str
     settings: Mapping[str, Any] = field(factory=dict)
     expanded: Callable[[Any, int], str] | None = None
+    longest_run: int = 0
 
 
 def image(seed: int) -> Any:
@@ -66,10 +68,14 @@ def build(name: str, path: Path) -> Path:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
         path, extra_special_tokens=special, trust_remote_code=False
     )
+    tokenizer.add_tokens(["\n\n", "\n\n\n"])  # as Gemma's, which has tokens of many line breaks
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
     model = sight.model({key: tokenizer.convert_tokens_to_ids(text) for key, text in sight.tokens.items()})
     tiny_models._widen(model)
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and not parameter.any():  # a projection that is left for a checkpoint to fill
+            torch.nn.init.normal_(parameter, std=0.3)
     model.generation_config.eos_token_id = None
     model.save_pretrained(path)
     sight.image_processor().save_pretrained(path)
@@ -200,6 +206,23 @@ def _onevision_tiles() -> Any:
     )
 
 
+def _gemma3(ids: Mapping[str, int]) -> Any:
+    config = transformers.Gemma3Config(
+        vision_config=transformers.SiglipVisionConfig(**_VISION, image_size=24, patch_size=4),
+        text_config=transformers.Gemma3TextConfig(**{**tiny_models._FAMILIES["gemma3"].settings, **_SIZES}),
+        tie_word_embeddings=False,
+        mm_tokens_per_image=9,
+        image_token_index=ids["image_token"],
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _squares() -> Any:
+    return transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+
+
 _SPLIT = {
     "fake_image_token": "<fake_token_around_image>",
     "image_token": "<image>",
@@ -249,6 +272,15 @@ SIGHTS: Mapping[str, TinySight] = {
             "vision_feature_select_strategy": "full",
             "vision_aspect_ratio": "anyres_max_2",
         },
+    ),
+    "gemma3": TinySight(
+        placeholder="<start_of_image>",
+        tokens={"boi_token": "<start_of_image>", "image_token": "<image>", "eoi_token": "<end_of_image>"},
+        model=_gemma3,
+        image_processor=_squares,
+        processor="Gemma3Processor",
+        settings={"image_seq_length": 9},
+        longest_run=9,
     ),
     "mistral3": TinySight(
         placeholder="[IMG]",

@@ -314,6 +314,7 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
         "soft_cap": layer.soft_cap is not None,
         "sinks": layer.sinks,
         "alibi": layer.alibi_slopes is not None,
+        "keys_ahead": layer.keys_ahead,
     }
     return tuple(name for name, needed in features.items() if needed)
 

@@ -43,6 +43,8 @@ def choose_microbatches(
         texts.append(f"{facts.architecture} keeps states, and a state is advanced once in a step")
     if any(layer.attention_type != "decoder" for layer in facts.layers):
         texts.append(f"{facts.architecture} has layers whose tokens see later ones, or an encoder's")
+    if any(layer.keys_ahead for layer in facts.layers):
+        texts.append(f"{facts.architecture} has images whose tokens see each other, and a piece might end inside one")
     if facts.layer_embeds:
         texts.append(f"{facts.architecture} adds embeddings behind its first layers, which are given for whole steps")
     if facts.position_axes > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.registry.capability import Choice, Flag, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -25,8 +26,10 @@ CAPABILITIES = AttentionCapabilities(
     soft_cap=Flag(True),
     sinks=Flag(True),
     alibi=Flag(True),
+    keys_ahead=KEYS_AHEAD,
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
+    limits=LIMITS,
     bounded_lengths=True,
     several_plans=True,
     priority=100,
@@ -51,7 +54,7 @@ descriptor = Descriptor(
     kind=Kind.ATTENTION,
     name="cpu",
     capabilities=CAPABILITIES,
-    factory="slotline.backends.cpu.backend:CpuBackend",
+    factory="slotline.backends.cpu.backend:build",
     probe=probe,
     summary="numba kernels for decode and verification, PyTorch's flash attention for prefill",
 )

@@ -15,6 +15,7 @@ import torch
 from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
+from slotline.backends.keys_ahead import through_torch
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 MAX_KERNEL_QUERY = 16
@@ -180,3 +181,6 @@ def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, slopes: npt.ND
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` [tokens, heads, size] itself if a token's heads are contiguous, else a copy."""
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()
+
+
+build = through_torch(CpuBackend)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
@@ -69,11 +70,13 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True, "applied to the output by the log-sum-exp"),
         alibi=Flag(True),
+        keys_ahead=KEYS_AHEAD,
         # Query lengths are an argument of the launch, so that only batches of equal ones can be replayed.
         graphs=Level(GraphSupport.UNIFORM),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         bounded_lengths=True,
         limits=(
+            *LIMITS,
             Limit(
                 when="alibi",
                 capability="sliding_window",
@@ -84,7 +87,7 @@ descriptor = Descriptor(
         priority=20,
         priority_reason="the suite has passed on a GPU",
     ),
-    factory="slotline.backends.flash_attn.backend:FlashAttnBackend",
+    factory="slotline.backends.flash_attn.backend:build",
     probe="slotline.backends.flash_attn:probe",
     summary="FlashAttention 2 with split keys, pages of a multiple of 256 tokens",
 )

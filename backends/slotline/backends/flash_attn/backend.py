@@ -7,6 +7,7 @@ from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from slotline.backends.alibi import slopes_of
 from slotline.backends.flash_attn.common import FlashBackend, Part, shared_arguments
+from slotline.backends.keys_ahead import through_torch
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 
@@ -55,3 +56,6 @@ class FlashAttnBackend(FlashBackend):
         if self._slopes is None:
             return lse
         return lse - batch.positions[part.first_token : part.end_token, None] * self._slopes
+
+
+build = through_torch(FlashAttnBackend)

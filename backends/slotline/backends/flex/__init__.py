@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
+from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Choice, Flag, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
@@ -37,12 +38,14 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True, "applied to the output by the log-sum-exp"),
         alibi=Flag(True),
+        keys_ahead=KEYS_AHEAD,
+        limits=LIMITS,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         several_plans=True,
         priority=5,
         priority_reason="gathers the cache before it computes, and compiles for each shape of layer",
     ),
-    factory="slotline.backends.flex.backend:FlexBackend",
+    factory="slotline.backends.flex.backend:build",
     probe="slotline.backends.flex:probe",
     summary="PyTorch's FlexAttention over gathered pages; the place to try another mask or score",
 )

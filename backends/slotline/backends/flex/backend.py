@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from slotline.backends.alibi import slopes_of
+from slotline.backends.keys_ahead import through_torch
 from slotline.backends.sinks import add_sinks
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
@@ -302,3 +303,6 @@ def _biased(
         return value + slopes[head] * (keys[key] - queries[query])
 
     return score
+
+
+build = through_torch(FlexBackend)

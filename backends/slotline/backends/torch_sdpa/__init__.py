@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from slotline.backends.keys_ahead import TREES
 from slotline.registry.capability import Choice, Flag, Limit, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
@@ -21,6 +22,7 @@ descriptor = Descriptor(
         attention_types=Set(("decoder", "encoder_only", "cross")),
         sliding_window=Flag(True),
         encoder_window=Flag(True),
+        keys_ahead=Flag(True),
         chunked=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
@@ -49,6 +51,7 @@ descriptor = Descriptor(
                 offer=Set(("decoder",)),
                 note="the contract defines ALiBi for causal attention alone",
             ),
+            TREES,
         ),
         bounded_lengths=True,
         several_plans=True,

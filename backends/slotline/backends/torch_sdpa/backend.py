@@ -97,6 +97,7 @@ class TorchBackend:
         self._cross = context.layers[0].attention_type == "cross"
         self._plain_texts = self._encoder and torch.device(context.device).type == "cpu"
         self._plain_texts &= all(_is_plain(layer) for layer in context.layers)
+        self._looks_ahead = context.layers[0].keys_ahead
         self._scales = context.kv_scales
         self._slopes = slopes_of(context)
 
@@ -141,7 +142,7 @@ class TorchBackend:
             end = starts[request + 1]
             for first in range(starts[request], end if num_keys else starts[request], MAX_QUERY_ROWS):
                 last = min(first + MAX_QUERY_ROWS, end)
-                seen = num_keys - (end - last) if batch.causal else num_keys
+                seen = num_keys - (end - last) if batch.causal and self._ahead(batch) is None else num_keys
                 pieces.append(Piece(last - first, seen, request, first, end - last))
         return pieces
 
@@ -155,8 +156,10 @@ class TorchBackend:
         query = torch.arange(pieces[0].query_len, device=device)  # [q]
         keys = torch.arange(first_key, max(p.num_keys for p in pieces), device=device)  # [L]
         last_seen = num_keys - pieces[0].query_len + query if causal else num_keys - 1 + 0 * query  # [B, q]
-        position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
         tokens = first + query
+        ahead = self._ahead(batch) if causal else None
+        num_keys = num_keys if ahead is None else num_keys + columns[4]
+        position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
         if self._encoder:
             start = batch.query_start_loc[request].long()  # [B, 1]
             visible = {reach: _visible_in_encoder(keys, last_seen, tokens - start, reach) for reach in self._reaches}
@@ -166,7 +169,9 @@ class TorchBackend:
         blocks = batch.block_table[request, position // self._block_size].long()
         offsets = position % self._block_size
         places = keys  # in a text
-        if batch.tree is None or not causal:
+        if ahead is not None:
+            visible = {reach: _visible(keys, last_seen, reach, ahead[tokens]) for reach in self._reaches}
+        elif batch.tree is None or not causal:
             visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
         else:
             visible, places = _visible_in_tree(batch, pieces, keys, query, self._reaches)
@@ -174,6 +179,10 @@ class TorchBackend:
             return Group(tokens, blocks, offsets, visible)
         distance = places.expand(len(pieces), -1)[:, None, :] - batch.positions[tokens][:, :, None]  # [B, q, L]
         return Group(tokens, blocks, offsets, visible, distance[:, None, None])
+
+    def _ahead(self, batch: AttentionBatch) -> torch.Tensor | None:
+        """Return how many later keys each query token sees, if the group's layers look ahead in this batch."""
+        return batch.keys_ahead if self._looks_ahead else None
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         if self._encoder or not plan.blocks.numel():
@@ -329,10 +338,16 @@ def _first_seen(last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
     return torch.zeros_like(last_seen) if chunk is None else last_seen // chunk * chunk
 
 
-def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
-    """Return, as [B, 1, 1, q, L] bool, which of `keys` [L] a query with last visible key `last_seen` [B, q] sees."""
+def _visible(
+    keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach, ahead: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return, as [B, 1, 1, q, L] bool, which of `keys` [L] a query with last visible key `last_seen` [B, q] sees.
+
+    `ahead` [B, q] counts the keys after that one which are visible too.
+    """
     last = last_seen[:, None, None, :, None]
-    return (keys <= last) & (keys >= _first_seen(last, reach))
+    most = last if ahead is None else last + ahead[:, None, None, :, None]
+    return (keys <= most) & (keys >= _first_seen(last, reach))
 
 
 def _visible_in_encoder(keys: torch.Tensor, last_seen: torch.Tensor, own: torch.Tensor, reach: Reach) -> torch.Tensor:

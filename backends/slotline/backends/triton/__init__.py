@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
+from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
@@ -73,6 +74,7 @@ descriptor = Descriptor(
         sinks=Flag(True),
         alibi=Flag(True),
         tree_mask=Flag(True),
+        keys_ahead=KEYS_AHEAD,
         mla=Flag(True),
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
@@ -85,6 +87,7 @@ descriptor = Descriptor(
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),
         limits=(
+            *LIMITS,
             Limit(when="mla", capability="dtypes", offer=Set(product(FLOATS, FLOATS))),
             *(Limit(when="mla", capability=name, offer=Flag(Support.NOT_IMPLEMENTED)) for name in NOT_WITH_LATENTS),
             Limit(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from slotline.backends.keys_ahead import through_torch
 from slotline.backends.triton.backend import TritonBackend
 from slotline.backends.triton.latents import TritonLatents
 from slotline.registry.contracts.attention import AttentionContext
 
 
-def build(context: AttentionContext) -> TritonBackend | TritonLatents:
-    """Build the backend for a group."""
+def _build(context: AttentionContext) -> TritonBackend | TritonLatents:
     return TritonLatents(context) if context.layers[0].mla else TritonBackend(context)
+
+
+build = through_torch(_build)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slotline.plugins.model_families import processors, tiled_images
+from slotline.plugins.model_families.text_joints import TextJoints
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.remote_code import remote_code
@@ -47,6 +49,8 @@ class ImageProcessing:
                 "install slotline[multimodal] for Pillow",
             ) from error
         self._modality = modality
+        tokenizer = getattr(self._processor, "tokenizer", None)
+        self._joints = None if tokenizer is None else TextJoints(tokenizer)
 
     def _read(self, path: Path) -> Any:
         """Return the processor of a folder, without its parts for videos and sound."""
@@ -58,6 +62,10 @@ class ImageProcessing:
         """Return the tokens and the inputs of an image."""
         found = self._processor(text=self._token, images=[image], return_tensors="pt", add_special_tokens=False)
         return found["input_ids"].reshape(-1).tolist(), found
+
+    def join(self, left: Sequence[int], right: Sequence[int]) -> list[int]:
+        """See `slotline.registry.contracts.model_family.JoiningModel.join`."""
+        return [*left, *right] if self._joints is None else self._joints.join(left, right)
 
     def process(self, image: Any) -> ProcessedItem:
         """Return the inputs and the expansion of an image: a PIL image or an array [height, width, 3] of 0 to 255.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
@@ -19,7 +22,11 @@ GRIDS: tuple[str, ...] = (
 TIMED: tuple[str, ...] = GRIDS[2:]
 """Those that write times between the frames of a video."""
 
+PROMPT_TOKENS: Mapping[str, str] = MappingProxyType({"Gemma3ForConditionalGeneration": "boi_token_id"})
+"""Where a configuration has the token that represents an image in a prompt, if that takes no embedding."""
+
 ARCHITECTURES: tuple[str, ...] = (
+    "Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -33,7 +40,13 @@ ARCHITECTURES: tuple[str, ...] = (
 """Every one is compared with transformers' own text by the tests. They have one shape: an encoder with a projector, and
 a decoder that reads its embeddings in the place of placeholder tokens, under plain causal attention."""
 
-DECODERS: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DECODERS: tuple[str, ...] = (
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 """Decoders whose logits are the output projection's, without scaling or cap: the whole models apply neither."""
 
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(

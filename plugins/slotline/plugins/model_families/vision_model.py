@@ -17,7 +17,15 @@ import torch
 from attrs import evolve
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from slotline.plugins.model_families import binding, checkpoint, image_rows, inspection, loading, weight_sizes
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    image_rows,
+    inspection,
+    keys_ahead,
+    loading,
+    weight_sizes,
+)
 from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.grid_images import AXES, GridProcessing, bare, grid_positions
@@ -27,7 +35,7 @@ from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.plugins.model_families.video_frames import FrameVideos
 from slotline.plugins.model_families.video_pruning import KEPT, unpruned
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, TIMED
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, PROMPT_TOKENS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -48,6 +56,7 @@ class TransformersVision(TransformersDecoder):
         found = checkpoint.read(Path(path), self.architectures)
         weight_sizes.require_weights(found)
         facts = inspection.facts_of(_decoder_of(found), shard)
+        facts = keys_ahead.with_keys_ahead(facts, found.model_class, found.config)
         with inspection.sizes_that_fit(found), torch.device("meta"):
             encoder = found.model_class(found.config).model
         _take_decoder(encoder)
@@ -130,6 +139,11 @@ class VisionModel(DecoderModel):
         assert isinstance(processing, VideoProcessing)
         return processing.prune(item, rate)
 
+    def join(self, left: Sequence[int], right: Sequence[int]) -> list[int]:
+        """See `slotline.registry.contracts.model_family.JoiningModel.join`."""
+        images = self._processing.get(IMAGE)
+        return images.join(left, right) if isinstance(images, ImageProcessing) else [*left, *right]
+
     def example(self, modality: str) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.example`."""
         return self._processing[modality].example()
@@ -192,7 +206,12 @@ def _kept(item: Mapping[str, torch.Tensor], embeddings: torch.Tensor) -> torch.T
 
 
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
-    image = Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id))
+    key = PROMPT_TOKENS.get(found.architecture)
+    image = Modality(
+        name=IMAGE,
+        placeholder_token_id=int(found.config.image_token_id),
+        prompt_token_id=None if key is None else int(getattr(found.config, key)),
+    )
     if not hasattr(found.model_class, f"get_{VIDEO}_features"):
         return (image,)
     prunable = found.architecture in GRIDS

@@ -22,6 +22,7 @@ from slotline.plugins.multimodal.encoder_runner import EncoderRunner
 from slotline.plugins.multimodal.features import Feature, features_of, num_embeddings
 from slotline.plugins.multimodal.first_rank import FirstRankEncoder
 from slotline.plugins.multimodal.item_scheduler import ItemScheduler
+from slotline.plugins.multimodal.keys_ahead import longest_run, with_keys_ahead
 from slotline.plugins.multimodal.prompt_reader import PromptReader
 from slotline.registry.contracts import ExtensionContext, MultimodalModel
 from slotline.registry.errors import RequestError
@@ -51,6 +52,7 @@ class MultimodalExtension:
             self.cache,
             max_batched_tokens=scheduler.max_batched_tokens,
             chunked_prefill=planned.chunked_prefill,
+            looks_ahead=any(layer.keys_ahead for layer in planned.facts.layers),
         )
         device = planned.stages.stages[0].device  # that of the token embeddings
         queue = planned.hardware.get(device, planned.hardware[planned.device]).copy_stream()
@@ -94,6 +96,12 @@ class MultimodalExtension:
                     f"{what} has {needed} embeddings, above multimodal.{name}={limit}",
                     fix=f"set multimodal.{name} = {needed} or more, or give smaller or fewer items",
                 )
+        if self.items.looks_ahead and (longest := longest_run(features)) > self.items.max_batched_tokens:
+            raise RequestError(
+                f"an item has {longest} tokens that see each other, so one step computes them, above "
+                f"scheduler.max_batched_tokens={self.items.max_batched_tokens}",
+                fix=f"set scheduler.max_batched_tokens = {longest} or more, or give smaller items",
+            )
 
     def before_step(self, scheduled: SchedulerOutput) -> SchedulerOutput:
         """Encode the items of a step. Requests whose items cannot be encoded fail and are left out."""
@@ -108,6 +116,8 @@ class MultimodalExtension:
         features, self._features = self._features, ()
         if not features:
             return inputs
+        if self.items.looks_ahead:
+            inputs = with_keys_ahead(inputs, features)
         return evolve(inputs, extras={**inputs.extras, NAME: self.encoder.of_step(inputs, features)})
 
     def wrap_forward(self, runner: ModelRunner, forward: ForwardPass) -> ForwardPass:

@@ -13,6 +13,7 @@ from slotline.core.batch.request_table import NO_LIMIT, RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.plugins.multimodal.encoder_cache import EncoderCache
 from slotline.plugins.multimodal.features import Feature, features_of, hash_extra
+from slotline.plugins.multimodal.keys_ahead import without_part
 
 Int = npt.NDArray[np.int64]
 
@@ -40,17 +41,25 @@ class ItemScheduler:
         cache: which items are encoded, and which requests hold them.
         max_batched_tokens: of a step.
         chunked_prefill: True if a prompt's items may be encoded in several steps.
+        looks_ahead: True if a step must not end within a run of an item's tokens.
         next_feature: [max_requests] int64, of each row that has joined a step, the first token of the first item whose
             span is not computed yet. NO_LIMIT for none.
     """
 
     def __init__(
-        self, rows: RequestTable, cache: EncoderCache, *, max_batched_tokens: int, chunked_prefill: bool
+        self,
+        rows: RequestTable,
+        cache: EncoderCache,
+        *,
+        max_batched_tokens: int,
+        chunked_prefill: bool,
+        looks_ahead: bool,
     ) -> None:
         self.rows = rows
         self.cache = cache
         self.max_batched_tokens = max_batched_tokens
         self.chunked_prefill = chunked_prefill
+        self.looks_ahead = looks_ahead
         self.next_feature = np.full(rows.max_requests, NO_LIMIT, np.int64)
 
     def prepare_request(self, request: Request) -> None:
@@ -65,7 +74,7 @@ class ItemScheduler:
         for position in np.flatnonzero(self.next_feature[rows] < computed + left).tolist():
             budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
             request, count = self.rows.request(int(rows[position])), min(int(left[position]), budget)
-            left[position] = self.cache.reach(request, int(computed[position]), count)
+            left[position] = self._reach(request, int(computed[position]), count)
             self._find_next(request)
         return left
 
@@ -76,7 +85,7 @@ class ItemScheduler:
         """
         if not features_of(request):
             return count
-        reached = self.cache.reach(request, computed, count)
+        reached = self._reach(request, computed, count)
         return reached if reached and (reached == count or self.chunked_prefill) else None
 
     def unschedule(self, request: Request) -> None:
@@ -109,6 +118,12 @@ class ItemScheduler:
         for request in self.rows.requests:
             if request is not None and request.status is Status.RUNNING:
                 self.cache.check_request(request, int(self.rows.num_computed_tokens[request.row]))
+
+    def _reach(self, request: Request, computed: int, count: int) -> int:
+        """Return how many of the `count` tokens after the computed ones a step can compute."""
+        if self.looks_ahead:
+            count = without_part(features_of(request), computed, count)
+        return self.cache.reach(request, computed, count)
 
     def _find_next(self, request: Request) -> None:
         """Look for the `next_feature` of a request with a row, after its computed tokens changed."""

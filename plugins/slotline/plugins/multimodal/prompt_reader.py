@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,8 @@ from slotline.registry.errors import ModelError, RequestError
 from slotline.text.items import as_items
 
 Int = npt.NDArray[np.int64]
+Join = Callable[[Sequence[int], Sequence[int]], list[int]]
+"""See `slotline.registry.contracts.model_family.JoiningModel.join`."""
 
 
 class PromptReader:
@@ -31,7 +33,7 @@ class PromptReader:
         config: limits of images and videos that are named by a path, URL or data URI.
 
     Attributes:
-        placeholders: the placeholder token of each modality.
+        placeholders: the token that represents an item in the user's prompt, by modality.
         cross: the modalities that cross-attention reads.
         raw: the placeholder that stands for a prompt of one item, None for a model that reads tokens.
         prompt: the modality whose items are an encoder's prompts, None for a model without one.
@@ -43,7 +45,11 @@ class PromptReader:
         self._model, self._config = model, config
         self._processed = ProcessedItems(self._process, size_in_bytes(config.processed_cache))
         self._hashes: WeakKeyDictionary[ProcessedItem, str] = WeakKeyDictionary()
-        self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
+        self._embedded = {m.name: m.placeholder_token_id for m in facts.modalities}  # what takes embeddings
+        self.placeholders = self._embedded | {
+            m.name: m.prompt_token_id for m in facts.modalities if m.prompt_token_id is not None
+        }
+        self._join: Join = getattr(model, "join", _concatenated)
         self.cross = frozenset(m.name for m in facts.modalities if m.cross)
         self.raw = next((m.placeholder_token_id for m in facts.modalities if m.raw), None)
         self.prompt = next((m.name for m in facts.modalities if m.prompt), None)
@@ -74,7 +80,7 @@ class PromptReader:
         for modality, given in data.items():
             items = [self._processed.get(modality, media.read(modality, item)) for item in self._items(modality, given)]
             if modality in self.cross:
-                features += [self._feature(item, self.placeholders[modality], 0) for item in items]
+                features += [self._feature(item, self._embedded[modality], 0) for item in items]
             else:
                 tokens, features = self._place(modality, tokens, items, features)
         features.sort(key=lambda feature: feature.start)
@@ -92,9 +98,12 @@ class PromptReader:
         """
         self._validate_cross(features)
         for modality in self.placeholders.keys() - self.cross:
-            placeholder = self.placeholders[modality]
+            placeholder = self._embedded[modality]
             taken = sum(feature.size for feature in features if feature.modality == modality)
             found = token_ids.count(placeholder)
+            if not taken:
+                placeholder = self.placeholders[modality]
+                found = found or token_ids.count(placeholder)
             if found != taken:
                 raise RequestError(
                     f"the prompt has {found} {modality} placeholder tokens (token {placeholder}) and items for {taken}",
@@ -127,9 +136,9 @@ class PromptReader:
         self, modality: str, tokens: list[int], items: list[ProcessedItem], others: list[Feature]
     ) -> tuple[list[int], list[Feature]]:
         """Insert items into the prompt and shift the features of other modalities."""
-        placeholder = self.placeholders[modality]
+        placeholder, embedded = self.placeholders[modality], self._embedded[modality]
         found = [index for index, token in enumerate(tokens) if token == placeholder]
-        expanded = _expanded_starts(tokens, placeholder, items)
+        expanded = _expanded_starts(tokens, embedded, items)
         if expanded is None and len(found) != len(items):
             raise RequestError(
                 f"the prompt has {len(found)} {modality} placeholder tokens (token {placeholder}) and multi_modal_data "
@@ -138,9 +147,9 @@ class PromptReader:
             )
         moved = list(others)
         if expanded is None:
-            tokens, expanded, moved = _expand(tokens, found, items, others)
+            tokens, expanded, moved = _expand(tokens, found, items, others, self._join)
         return tokens, moved + [
-            self._feature(item, placeholder, start) for item, start in zip(items, expanded, strict=True)
+            self._feature(item, embedded, start) for item, start in zip(items, expanded, strict=True)
         ]
 
     def _feature(self, item: ProcessedItem, placeholder: int, start: int) -> Feature:
@@ -170,20 +179,27 @@ class PromptReader:
         return self._hashes[item]
 
 
+def _concatenated(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return [*left, *right]
+
+
 def _expand(
-    tokens: list[int], found: list[int], items: list[ProcessedItem], others: list[Feature]
+    tokens: list[int], found: list[int], items: list[ProcessedItem], others: list[Feature], join: Join
 ) -> tuple[list[int], list[int], list[Feature]]:
-    """Replace the placeholders at `found` by the items' tokens. Return the new tokens, starts, and moved features."""
+    """Replace the placeholders at `found` by the items' tokens. Return the new tokens, starts, and moved features.
+
+    Tokens that `join` makes anew are none of an item's special ones, so these keep their distance to one end.
+    """
     longer: list[int] = []
     starts, before = [], 0
     moves = np.zeros(len(tokens), np.int64)  # shift of each old token
-    for index, item in zip(found, items, strict=True):
-        longer += tokens[before:index]
-        starts.append(len(longer))
-        longer += item.token_ids
+    for index, item in zip([*found, len(tokens)], [*items, None], strict=True):
+        longer = join(longer, tokens[before:index])
+        moves[before:index] = len(longer) - index
+        if item is not None:
+            longer = join(longer, item.token_ids)
+            starts.append(len(longer) - len(item.token_ids))
         before = index + 1
-        moves[before:] += len(item.token_ids) - 1
-    longer += tokens[before:]
     return longer, starts, [_moved(feature, moves) for feature in others]
 
 
@@ -202,12 +218,13 @@ def _expanded_starts(tokens: list[int], placeholder: int, items: list[ProcessedI
     position = 0
     for item in items:
         wanted = list(item.token_ids)
-        lead = wanted.index(placeholder) if placeholder in wanted else 0
-        start = _next(tokens, placeholder, position) - lead
-        if start < position or tokens[start : start + len(wanted)] != wanted:
+        own = [index for index, token in enumerate(wanted) if token == placeholder] or [0]
+        core = wanted[own[0] : own[-1] + 1]  # at whose ends text may have been joined with the prompt's
+        start = _next(tokens, placeholder, position)
+        if tokens[start : start + len(core)] != core:
             return None
-        starts.append(start)
-        position = start + len(wanted)
+        starts.append(start - own[0])
+        position = start + len(core)
     return starts if _next(tokens, placeholder, position) == len(tokens) else None
 
 

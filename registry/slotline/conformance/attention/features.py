@@ -207,6 +207,48 @@ def cross(run: Run) -> None:
         cross_step(run, chosen(run, requests, causal=False, attention_type="cross", beginning=beginning).friendly())
 
 
+LOOKS_AHEAD = {"keys_ahead": True}
+PICTURES = ((3, 40), (1, 25), (20, 20), (34, 50), (9, 9), (0, 12), (1, 1))
+IMAGES = ((2, 4, 17), (3, 10, 30), (3, 31, 40), (3, 40, 48), (4, 0, 9))
+"""Images of these requests: within the new tokens, with its first tokens in the cache, two side by side, a request."""
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.keys_ahead",
+    Level.NUMERICS,
+    needs=LOOKS_AHEAD,
+    cases=lambda _: [{"window": window} for window in (None, 5, 16)],
+    profile="window",
+)
+def keys_ahead(run: Run) -> None:
+    """Tokens of an image see all of it and, with a window, not what lies before the window. Other tokens are causal."""
+    need_query(run.subject, max(query_len for query_len, _ in PICTURES), **LOOKS_AHEAD)
+    prove(run, chosen(run, PICTURES, keys_ahead=True, images=IMAGES).friendly())
+
+
+@check(Kind.ATTENTION, "attention.keys_ahead.long", Level.NUMERICS, needs=LOOKS_AHEAD)
+def keys_ahead_long(run: Run) -> None:
+    """An image of hundreds of tokens, in the middle of a prompt that is larger than a kernel's tiles."""
+    need_query(run.subject, 700, **LOOKS_AHEAD)
+    prove(run, chosen(run, ((1, 90), (700, 760)), keys_ahead=True, images=((1, 130, 710),)).friendly())
+
+
+@check(Kind.ATTENTION, "attention.keys_ahead.none", Level.NUMERICS, needs=LOOKS_AHEAD)
+def keys_ahead_none(run: Run) -> None:
+    """Steps without images are causal, in a layer that would heed them."""
+    prove(run, chosen(run, PICTURES, keys_ahead=True).friendly())
+
+
+@check(Kind.ATTENTION, "attention.keys_ahead.places", Level.HOSTILE, needs=LOOKS_AHEAD)
+def keys_ahead_places(run: Run) -> None:
+    """The same in pages in any order, with NaN wherever no token is, and blocks before the window freed."""
+    need_query(run.subject, max(query_len for query_len, _ in PICTURES), **LOOKS_AHEAD)
+    prove(run, chosen(run, PICTURES, keys_ahead=True, images=IMAGES))
+    if refusal(run.subject, {**LOOKS_AHEAD, **WINDOW}) is None:
+        prove(run, chosen(run, PICTURES, keys_ahead=True, images=IMAGES, window=5, freed_before_window=True))
+
+
 PARENTS = (-1, 0, 1, -1, 3, 0, 4, 3)
 NODES = (((9, 40), 8), ((1, 17), 0), ((5, 5), 4), ((12, 60), 8), ((20, 20), 0), ((1, 9), 0), ((7, 49), 6))
 """Query tokens and length of each request, and its nodes: with and without known tokens among the queries."""

@@ -38,6 +38,7 @@ FLAGS = (
     "soft_cap",
     "sinks",
     "alibi",
+    "keys_ahead",
     "mla",
     "tree_mask",
     "cascade",
@@ -109,6 +110,7 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
         "soft_cap": {"soft_cap": 30.0},
         "sinks": {"sinks": True},
         "alibi": {"alibi_slopes": (0.5,) * layer.num_heads},
+        "keys_ahead": {"keys_ahead": True},
         "mla": _latent(layer, layer.head_size),
         "latent_sizes": _latent(layer, value),
     }

@@ -29,6 +29,11 @@ Meaning of the inputs:
 * ALiBi (`AttentionLayer.alibi_slopes`, Press et al. 2021, arXiv 2108.12409): after the soft cap, a query at position i
   adds ``slope * (j - i)`` to its score with the key at position j. Each query head has its own slope. The LSE includes
   the bias. Tree nodes use their `positions`. ALiBi is defined for causal attention of type ``decoder``.
+* Tokens of an image may see all of that image, also what comes after them (`AttentionLayer.keys_ahead`). A batch with
+  `keys_ahead` says, for each query token, how many keys after its own position it sees too: position i sees keys up to
+  i + keys_ahead, with a window those from i - W + 1 on. They are tokens of the same step and request. Layers without
+  the flag ignore it. Such a batch has no common prefix and is never captured.
+  It may have a tree, whose nodes see nothing ahead.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output is valid.
 * A returned LSE is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output is valid.
@@ -108,6 +113,7 @@ class AttentionCapabilities:
             chunks (`AttentionLayer.chunk`), `alibi` is a linear bias by distance (`AttentionLayer.alibi_slopes`).
             `sliding_window` is about layers of type ``decoder``.
         encoder_window: support for windows in layers of type ``encoder_only``, in both directions.
+        keys_ahead: support for tokens that see later ones of the same step (`AttentionBatch.keys_ahead`).
         mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
@@ -144,6 +150,7 @@ class AttentionCapabilities:
     query_len: Max = Max()
     sliding_window: Flag = Flag(False)
     encoder_window: Flag = Flag(Support.NOT_IMPLEMENTED)
+    keys_ahead: Flag = Flag(Support.NOT_IMPLEMENTED)
     chunked: Flag = Flag(Support.NOT_IMPLEMENTED)
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
@@ -191,6 +198,7 @@ class AttentionLayer:
         kv_kind: kind of cache that the layer needs, e.g. ``full`` or ``sliding``.
         attention_type: ``decoder``, ``encoder_only`` or ``cross``.
         shares_kv_with: index of the layer whose cache it reads, None for its own.
+        keys_ahead: True if a batch's `keys_ahead` applies. Such a layer has neither chunks nor ALiBi.
     """
 
     name: str
@@ -209,6 +217,7 @@ class AttentionLayer:
     kv_kind: str = "full"
     attention_type: str = "decoder"
     shares_kv_with: int | None = None
+    keys_ahead: bool = False
 
 
 class KVCache(NamedTuple):
@@ -315,6 +324,8 @@ class AttentionBatch:
         common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be read
             once for all requests. 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
         tree: the tree of drafts, None if there is none.
+        keys_ahead: [num_tokens] int32, how many keys after its own position a query token sees. None for none, and in
+            every batch without layers of that flag. `keys_ahead_cpu` is the same on the host.
     """
 
     num_requests: int
@@ -333,6 +344,8 @@ class AttentionBatch:
     common_prefix_len: int = 0
     common_prefix: torch.Tensor | None = None
     tree: TreeMask | None = None
+    keys_ahead: torch.Tensor | None = None
+    keys_ahead_cpu: npt.NDArray[np.int32] | None = None
     extras: dict[str, Any] = field(factory=dict)
 
 

@@ -242,6 +242,8 @@ class Modality:
         prompt: True if an item is a prompt: token ids, or a text that becomes token ids before `process` gets it. A
             plain prompt of a user is this item, and the decoder's prompt begins with `ModelFacts.decoder_start`.
         prunable: True if the loaded model is a `PruningModel` for its items.
+        prompt_token_id: the token that represents one item in the user's prompt, if that is another one. None if it is
+            the placeholder.
     """
 
     name: str
@@ -250,6 +252,7 @@ class Modality:
     raw: bool = False
     prompt: bool = False
     prunable: bool = False
+    prompt_token_id: int | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -716,6 +719,17 @@ class PruningModel(MultimodalModel, Protocol):
         Args:
             item: what `process` returned.
             rate: share of the tokens to leave out, above 0 and below 1. The item keeps at least the other share.
+        """
+        ...
+
+
+class JoiningModel(MultimodalModel, Protocol):
+    """Protocol of a model whose items have text at the ends of their `token_ids`, as line breaks around an image."""
+
+    def join(self, left: Sequence[int], right: Sequence[int]) -> list[int]:
+        """Return the tokens of two neighbouring pieces of a prompt, as the tokenizer makes them of their whole text.
+
+        Only text on both sides of the joint may get other tokens, up to the next special token.
         """
         ...
 

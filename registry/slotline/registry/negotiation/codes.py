@@ -285,6 +285,14 @@ _ALL = (
         "backend does not.",
         "Choose a backend that does, such as `torch`.",
     ),
+    _code(
+        "N182",
+        _R,
+        "keys ahead",
+        "In the model, tokens of an image see all of that image, also what comes after them, and the backend masks "
+        "every later token.",
+        "Choose a backend that serves it, such as `torch`.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -623,6 +631,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "soft_cap": "N171",
         "sinks": "N172",
         "alibi": "N181",
+        "keys_ahead": "N182",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",

@@ -140,6 +140,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
     facts += ["sinks"] if layer.sinks else []
     facts += ["ALiBi"] if layer.alibi_slopes is not None else []
+    facts += ["tokens of an image see all of it"] if layer.keys_ahead else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"

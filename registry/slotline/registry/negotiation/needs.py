@@ -110,6 +110,7 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "soft_cap": layer.soft_cap is not None,
         "sinks": layer.sinks,
         "alibi": layer.alibi_slopes is not None,
+        "keys_ahead": layer.keys_ahead,
     }
     for capability, value in facts.items():
         key = model_key(capability, group.name)

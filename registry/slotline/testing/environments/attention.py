@@ -198,6 +198,7 @@ class World:
         places = [self.case.positions(i)[each.start : each.stop] for i, each in enumerate(new)]
         positions = torch.tensor([position for each in places for position in each], dtype=torch.int64)
         pad = torch.full((self.case.padding,), -1)
+        ahead = np.array(self.case.ahead(), np.int32)
         return AttentionBatch(
             num_requests=len(requests),
             num_tokens=int(starts[-1]),
@@ -213,6 +214,8 @@ class World:
             num_decodes=next((i for i, q in enumerate(query_lens) if q != 1), len(query_lens)),
             causal=self.case.causal,
             tree=self._tree(),
+            keys_ahead=torch.from_numpy(ahead.copy()).to(self.device) if self.case.images else None,
+            keys_ahead_cpu=ahead if self.case.images else None,
         )
 
     def _tree(self) -> TreeMask | None:

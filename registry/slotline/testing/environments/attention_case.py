@@ -34,6 +34,8 @@ class Case:
         beginning: requests whose encoder's keys the step stores, for the type ``cross``.
         parents, num_nodes: parents of a tree of drafts, and the number of its first nodes that are each request's last
             query tokens.
+        images: (request, first position, position after the last) of new tokens that all see each other.
+        keys_ahead: True if the layer heeds them.
         amplitude: factor on the queries.
         padding: rows after the last token.
         shuffled: True if block ids are permuted, False if they ascend.
@@ -68,6 +70,8 @@ class Case:
     beginning: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     num_nodes: tuple[int, ...] = ()
+    images: tuple[tuple[int, int, int], ...] = ()
+    keys_ahead: bool = False
     amplitude: float = 1.0
     padding: int = 3
     shuffled: bool = True
@@ -90,9 +94,9 @@ class Case:
         return [*range(length - nodes), *(length - nodes + len(self.path(node)) - 1 for node in range(nodes))]
 
     def seen(self, request: int) -> torch.Tensor | None:
-        """Return the keys that the query tokens of a request see, [q, L] bool. None without a tree."""
+        """Return the keys that the query tokens of a request see, [q, L] bool. None without a tree or images."""
         if not self.parents:
-            return None
+            return self._seen_over_images(request) if self.keys_ahead else None
         query_len, length = self.requests[request]
         position, known = self.positions(request), length - self.num_nodes[request]
 
@@ -104,6 +108,23 @@ class Case:
         return torch.tensor(
             [[sees(own, key) for key in range(length)] for own in range(length - query_len, length)], dtype=torch.bool
         ).view(query_len, length)
+
+    def _seen_over_images(self, request: int) -> torch.Tensor:
+        query_len, length = self.requests[request]
+        key, own = torch.arange(length)[None, :], torch.arange(length - query_len, length)[:, None]
+        seen = key <= own
+        for of, first, end in self.images:
+            if of == request:
+                seen |= (own >= first) & (own < end) & (key >= first) & (key < end)
+        return seen if self.window is None else seen & (key > own - self.window)
+
+    def ahead(self) -> list[int]:
+        """Return how many keys after its own each query token sees, request after request."""
+        return [
+            next((end - 1 - own for of, first, end in self.images if of == request and first <= own < end), 0)
+            for request, (query_len, length) in enumerate(self.requests)
+            for own in range(length - query_len, length)
+        ]
 
     def friendly(self) -> Case:
         """Return the same batch without poison, shuffling, strides and padding."""
@@ -152,6 +173,7 @@ class Case:
             mla=self.mla,
             kv_kind="mla" if self.mla else "full" if self.window is None else "sliding",
             attention_type=self.attention_type,
+            keys_ahead=self.keys_ahead,
         )
 
     def context(self, device: str = "cpu", *, layers: int = 1) -> AttentionContext:

@@ -102,6 +102,7 @@ def needs_of(case: Case) -> dict[str, Any]:
         "soft_cap": case.soft_cap is not None,
         "sinks": case.sinks,
         "alibi": case.alibi,
+        "keys_ahead": case.keys_ahead,
         "kv_scales": case.kv_scales is not None,
     }
 
@@ -210,6 +211,7 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "soft_cap": wanted.get("soft_cap") is not None,
         "sinks": bool(wanted.get("sinks")),
         "alibi": bool(wanted.get("alibi")),
+        "keys_ahead": bool(wanted.get("keys_ahead")),
         "different_value_head": wanted.get("head_size_v") is not None and not wanted.get("mla"),
         "mla": bool(wanted.get("mla")),
         "attention_types": wanted.get("attention_type", "decoder"),

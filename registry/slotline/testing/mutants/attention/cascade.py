@@ -39,7 +39,8 @@ class CascadeAttention(EagerAttention):
 
     def plan(self, batch: AttentionBatch) -> CascadePlan:
         plan, common = super().plan(batch), self.common(batch)
-        fields = (plan.starts, plan.lengths, plan.block_table, plan.slot_mapping, plan.causal, plan.tree)
+        masks = (plan.causal, plan.tree, plan.keys_ahead)
+        fields = (plan.starts, plan.lengths, plan.block_table, plan.slot_mapping, *masks)
         if not common:
             return CascadePlan(*fields)
         whole = Plan([0, batch.num_tokens], [common], self.prefix_table(batch), plan.slot_mapping, self.prefix_causal)

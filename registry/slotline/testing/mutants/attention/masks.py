@@ -65,6 +65,30 @@ class EncoderKeysByTokens(EagerAttention):
         return evolve(super().plan(batch), slot_mapping=batch.slot_mapping[: batch.num_tokens])
 
 
+class ImagesAreCausal(EagerAttention):
+    def ahead(self, keys_ahead: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        return torch.zeros(len(keys_ahead), length - first, dtype=torch.bool)
+
+
+class ImagesSeeAll(EagerAttention):
+    """Tokens of an image see all keys of the request, as in an encoder."""
+
+    def ahead(self, keys_ahead: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        return super().ahead(torch.where(keys_ahead > 0, length, 0), first, length)
+
+
+class ImagesWithoutLastToken(EagerAttention):
+    def ahead(self, keys_ahead: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        return super().ahead(keys_ahead - 1, first, length)
+
+
+class ImagesByFirstToken(EagerAttention):
+    """Takes each request's first count for all of its tokens."""
+
+    def ahead(self, keys_ahead: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        return super().ahead(keys_ahead[:1].expand(len(keys_ahead)), first, length)
+
+
 class TreeSeesAllNodes(EagerAttention):
     def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
         return seen
@@ -233,6 +257,10 @@ MUTANTS = (
     mutant(
         "encoder-keys-by-tokens", L1, "as many of an encoder's keys are stored as there are tokens", EncoderKeysByTokens
     ),
+    mutant("images-are-causal", L1, "tokens of an image do not see later ones", ImagesAreCausal),
+    mutant("images-see-all", L1, "tokens of an image see all of the request", ImagesSeeAll),
+    mutant("images-without-last-token", L1, "tokens of an image do not see its last one", ImagesWithoutLastToken),
+    mutant("images-by-first-token", L1, "all tokens see as far ahead as the first one", ImagesByFirstToken),
     mutant("tree-sees-all-nodes", L1, "nodes of a tree see those before them", TreeSeesAllNodes),
     mutant("tree-window-by-slot", L1, "windows count a tree's slots", TreeWindowBySlot),
     mutant("window-of-one-less", L1, "a window of W shows W - 1 keys", WindowOfOneLess),

@@ -29,6 +29,7 @@ descriptor = Descriptor(
         attention_types=Set(("decoder", "encoder_only", "cross")),
         sliding_window=Flag(True),
         encoder_window=Flag(True),
+        keys_ahead=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
         mla=Flag(True),

@@ -19,6 +19,7 @@ class Plan:
         slot_mapping: [num_tokens or more] int64.
         causal: False for encoders.
         tree: the tree of drafts, else None.
+        keys_ahead: how many later keys each query token sees, [num_tokens] on the host. None for none.
     """
 
     starts: list[int]
@@ -27,6 +28,7 @@ class Plan:
     slot_mapping: torch.Tensor
     causal: bool
     tree: TreeMask | None = None
+    keys_ahead: torch.Tensor | None = None
 
 
 class EagerAttention:
@@ -39,7 +41,8 @@ class EagerAttention:
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return the batch as Python lists and the two tensors that kernels index."""
         starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
-        return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal, batch.tree)
+        ahead = None if batch.keys_ahead is None else batch.keys_ahead.cpu()
+        return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal, batch.tree, ahead)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         """Store the step's tokens, except those with slot -1."""
@@ -101,6 +104,8 @@ class EagerAttention:
                     keys, values = self.gather(cache, plan, request, first, length)
                     keys, values = self.scaled(layer, keys, values)
                 seen = self.visible(layer, plan, rows.stop - rows.start, first, length)
+                if plan.keys_ahead is not None and layer.keys_ahead:
+                    seen |= self.ahead(plan.keys_ahead[rows], first, length)
                 if plan.tree is not None and (nodes := int(plan.tree.num_nodes[request])):
                     seen = self.among_nodes(layer, plan.tree, seen, nodes, first, length)
                 own, lse[:, rows] = self.attend(layer, query[rows], keys, values, seen.to(out.device), sinks)
@@ -122,6 +127,12 @@ class EagerAttention:
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
         """Return the first position that any query of a request sees. Blocks before it may have been freed."""
         return 0 if layer.window is None else max(0, length - num_queries - layer.window + 1)
+
+    def ahead(self, keys_ahead: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Return, as [q, n] bool, which of the keys first .. length - 1 come after a query and are seen by it."""
+        keys = torch.arange(first, length)[None, :]
+        own = torch.arange(length - len(keys_ahead), length)[:, None]
+        return (keys > own) & (keys <= own + keys_ahead[:, None])
 
     def among_nodes(
         self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, nodes: int, first: int, length: int
