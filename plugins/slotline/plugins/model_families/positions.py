@@ -33,7 +33,7 @@ def pass_to(body: nn.Module) -> None:
     for module in body.modules():
         own = type(module).forward  # without an earlier call's change
         if isinstance(module, nn.Embedding) and PARAMETER in inspect.signature(own).parameters:
-            module.forward = _told(module, current)
+            module.forward = _told(module, current)  # type: ignore[method-assign]
         elif hasattr(module, "create_position_ids_from_input_ids"):
             module.forward = _looked_up(module, current)
     body.forward = _telling(body, current)
