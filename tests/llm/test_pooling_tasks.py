@@ -217,19 +217,28 @@ def test_a_decoder_whose_tokens_see_later_ones_is_refused(tiny: Tiny, engines: E
 @pytest.mark.behaviour(124, 141)
 def test_every_task_is_tried_at_full_size_before_the_first_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from slotline.plugins.model_families.class_poolers import ClassPooler
+    from slotline.plugins.pooling.head import PoolingHead
 
     tried: dict[str, int] = {}
-    whole = ClassPooler.pool
+    whole, try_all, kept = ClassPooler.pool, PoolingHead._try_all, list[tuple[int, ...]]()
+
+    def keep(*args: Any) -> Any:
+        pending = try_all(*args)
+        assert pending.vectors is not None
+        kept.append(pending.vectors.wait().shape)
+        return pending
 
     def pool(self: Any, states: torch.Tensor, params: Any) -> torch.Tensor:
         tried[params[0].task] = max(tried.get(params[0].task, 0), len(states))
         return whole(self, states, params)
 
     monkeypatch.setattr(ClassPooler, "pool", pool)
+    monkeypatch.setattr(PoolingHead, "_try_all", keep)
     settings: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 64}
     path = tiny("llama", architecture="LlamaForSequenceClassification", num_labels=1)
     llm = LLM(path, memory="4MiB", **settings)
     assert tried == {"classify": 6, "token_classify": 40, "score": 6}
+    assert max(kept) == (40, 1), "the largest answers are on their way to the host beside the others"
     assert any(note.endswith("classify, token_classify, score") for note in llm.engine.notes)
     monkeypatch.setattr(ClassPooler, "tasks", ())
     with pytest.raises(ContractError, match="serves no task"):
