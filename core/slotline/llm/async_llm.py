@@ -32,6 +32,7 @@ from slotline.llm.scoring import Scoring, scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
 from slotline.llm.truncation import truncated
+from slotline.media.reader import with_opened_items
 from slotline.ranks.replicas.front import Front, engine_of, failure_of, scale_front, start_front
 from slotline.ranks.replicas.growth import ScaleReport
 from slotline.registry.config import LoadedConfig
@@ -392,7 +393,8 @@ class AsyncLLM:
         """Return the arguments of `Engine.add` for a prompt."""
         if _is_short(prompt):
             return self.submitter.fields(prompt)
-        return await self._on_text_thread(lambda: self.submitter.fields(prompt))
+        opened = await asyncio.to_thread(with_opened_items, prompt, self.loaded.config.multimodal)  # may wait for a URL
+        return await self._on_text_thread(lambda: self.submitter.fields(opened))
 
     async def _streamed(
         self, fields: dict[str, Any], params: SamplingParams | PoolingParams, adapter: AdapterChoice, kind: OutputKind

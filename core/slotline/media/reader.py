@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -130,6 +131,23 @@ class MediaReader:
                 f"{self._config.max_pixels} pixels",
                 fix="give smaller or fewer ones, or raise the limit",
             )
+
+
+def with_opened_items(prompt: Any, config: MultimodalConfig) -> Any:
+    """Return a prompt of this process with its named images and videos opened. Others are returned as they are.
+
+    Raises:
+        RequestError: if one cannot be read.
+    """
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    if not isinstance(data, Mapping) or data.keys().isdisjoint(NAMED):
+        return prompt
+    reader, opened = MediaReader(config, remote=False), dict(data)
+    for modality in NAMED:
+        if modality in data:
+            items = data[modality] if isinstance(data[modality], list | tuple) else [data[modality]]
+            opened[modality] = [reader.read(modality, item) for item in items if item is not None]
+    return {**prompt, "multi_modal_data": opened}
 
 
 def _decoded(text: str, modality: str) -> bytes:
