@@ -207,7 +207,7 @@ def test_an_unknown_name_suggests_a_similar_one_and_lists_all(install: Install) 
     with pytest.raises(PluginNotFoundError) as raised:
         discover().load(PROCESSOR, "temprature_x")
     assert "there is no logits_processor plugin 'temprature_x'; did you mean 'temperature_x'?" in str(raised.value)
-    assert "no_repeat_ngram, penalties, temperature_x, thinking_budget" in str(raised.value)
+    assert "no_repeat_ngram, penalties, speech_rules, temperature_x, thinking_budget" in str(raised.value)
     assert discover().load(PROCESSOR, "temprature_x", required=False) is None
 
 

@@ -54,7 +54,8 @@ def test_bodies_are_described_with_their_fields(document: dict[str, Any]) -> Non
         Draft202012Validator.check_schema(schema)
     for path, methods in document["paths"].items():
         if "post" in methods:
-            reference = methods["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            (content,) = methods["post"]["requestBody"]["content"].values()
+            reference = content["schema"]["$ref"]
             assert schemas[reference.rpartition("/")[2]]["additionalProperties"] is False, path
     fields = schemas["CompletionFields"]
     assert fields["required"] == ["prompt"]

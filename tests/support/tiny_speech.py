@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from tiny_models import VOCAB_SIZE
+from tiny_models import VOCAB_SIZE, build_tokenizer
 
 RATE = 16000
 NUM_STATES = 50  # of the one second that the tiny model hears
@@ -36,13 +36,66 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def build(path: Path, seed: int = 0) -> Path:
+def build(path: Path, seed: int = 0, **settings: Any) -> Path:
     """A checkpoint with a feature extractor."""
     torch.manual_seed(seed)
-    config = transformers.WhisperConfig(**SETTINGS)
+    config = transformers.WhisperConfig(**{**SETTINGS, **settings})
     transformers.WhisperForConditionalGeneration(config).eval().save_pretrained(path)
     transformers.WhisperFeatureExtractor(feature_size=SETTINGS["num_mel_bins"], chunk_length=1).save_pretrained(path)
     return path
+
+
+SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>")
+SPECIAL += ("<|startofprev|>", "<|nospeech|>", "<|notimestamps|>")
+LONGEST = 28
+"""Tokens of a window's transcript, prompt included."""
+TIMES = tuple(f"<|{number * 0.02:.2f}|>" for number in range(NUM_STATES + 1))
+
+
+def build_transcriber(path: Path, seed: int = 8) -> Path:
+    """A checkpoint with a tokenizer and all tokens that transcripts need, in Whisper's order.
+
+    The seed is one whose model writes several segments in few windows, and hears more than one language.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    build_tokenizer(path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *TIMES]})
+    tokenizer.save_pretrained(path)
+    ids = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    sizes = {"vocab_size": len(tokenizer), "max_target_positions": LONGEST, "encoder_layers": 1, "decoder_layers": 2}
+    build(path, seed, **sizes, eos_token_id=ids["endoftext"], bos_token_id=ids["endoftext"])
+    generation = transformers.GenerationConfig(
+        decoder_start_token_id=ids["startoftranscript"],
+        eos_token_id=ids["endoftext"],
+        pad_token_id=ids["endoftext"],
+        bos_token_id=ids["endoftext"],
+        max_length=LONGEST,
+        no_timestamps_token_id=ids["notimestamps"],
+        prev_sot_token_id=ids["startofprev"],
+        is_multilingual=True,
+        lang_to_id={f"<|{code}|>": ids[code] for code in ("en", "de", "fr")},
+        task_to_id={task: ids[task] for task in ("translate", "transcribe")},
+        suppress_tokens=[5, 6, 7, *(ids[name] for name in ("startoftranscript", "transcribe", "translate"))],
+        begin_suppress_tokens=[3, ids["endoftext"]],
+        max_initial_timestamp_index=10,
+    )
+    generation.save_pretrained(path)
+    return path
+
+
+def transcript_reference(path: Path, audio: npt.NDArray[np.float32], **options: Any) -> list[dict[str, Any]]:
+    """The segments of transformers' own `generate` for one recording: times in seconds, and tokens."""
+    model, extractor = _oracle(path)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    long = {"truncation": False, "padding": "longest"} if len(audio) > extractor.n_samples else {}
+    features = extractor(audio, sampling_rate=RATE, return_tensors="pt", **long).input_features
+    with torch.no_grad():
+        found = model.generate(features, return_segments=True, return_dict_in_generate=False, **options)
+    return [
+        {"start": float(one["start"]), "end": float(one["end"]), "tokens": one["tokens"].tolist()}
+        for one in found["segments"][0]
+    ]
 
 
 def recording(seed: int, seconds: float = 0.8) -> npt.NDArray[np.float32]:

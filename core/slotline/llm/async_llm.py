@@ -31,6 +31,7 @@ from slotline.llm.rewards import rewarding
 from slotline.llm.scoring import Scoring, scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.llm.transcription import Transcription, TranscriptionOptions, transcription
 from slotline.llm.truncation import truncated
 from slotline.media.reader import with_opened_items
 from slotline.ranks.replicas.front import Front, engine_of, failure_of, scale_front, start_front
@@ -322,6 +323,14 @@ class AsyncLLM:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def transcription(self, recording: Any, options: TranscriptionOptions) -> Transcription:
+        """Return the prompts that transcribe a recording, for `generate`, and what makes a transcript of their outputs.
+
+        Raises:
+            RequestError: as for `LLM.transcribe`.
+        """
+        return await self._on_text_thread(lambda: transcription(self.submitter, recording, options))
 
     async def abort(self, request_id: str) -> bool:
         """End a request now, by its id. Its stream ends with what it has. Return False if none has this id."""

@@ -27,6 +27,8 @@ from slotline.llm.rewards import rewarding
 from slotline.llm.scoring import scoring
 from slotline.llm.settings import load_settings
 from slotline.llm.submitter import Submitter
+from slotline.llm.transcription import TranscriptionOptions, transcription
+from slotline.llm.transcripts import Transcript
 from slotline.llm.truncation import truncated
 from slotline.ranks.expert_balance import COUNT, NOT_COUNTED, BalanceReport
 from slotline.ranks.ranked_engine import RankedEngine
@@ -273,6 +275,50 @@ class LLM:
         groups = self.submitter.submit_all(prompts, params, adapters)
         self._run(groups, progress)
         return [best_of(self.front.output(group), one) for group, one in zip(groups, params, strict=True)]
+
+    @known_options
+    def transcribe(
+        self,
+        recordings: Any,
+        *,
+        task: str = "transcribe",
+        language: str | None = None,
+        prompt: str | None = None,
+        timestamps: bool = False,
+        temperature: float = 0.0,
+        details: bool = False,
+    ) -> list[Transcript]:
+        """Write down what is said in recordings of any length, with a speech model.
+
+        Args:
+            recordings: one, or a list. A recording is an array [n] of samples, a pair of samples and their rate in Hz,
+                or the bytes of a file.
+            task, language, prompt, timestamps, temperature, details: see `TranscriptionOptions`.
+
+        Raises:
+            RequestError: if the model does not transcribe, or a recording or an option is wrong. Nothing runs then.
+        """
+        options = TranscriptionOptions(
+            task=task,
+            language=language,
+            prompt=prompt,
+            timestamps=timestamps,
+            temperature=temperature,
+            details=details,
+        )
+        given = recordings if isinstance(recordings, list) else [recordings]
+        steps = [transcription(self.submitter, one, options).steps() for one in given]
+        asks, done = {number: next(one) for number, one in enumerate(steps)}, dict[int, Transcript]()
+        while asks:
+            params, adapters = [ask.params for ask in asks.values()], [None] * len(asks)
+            outputs = self.generate_as_given([ask.prompt for ask in asks.values()], params, adapters, False)
+            for number, output in zip(list(asks), outputs, strict=True):
+                try:
+                    asks[number] = steps[number].send(output.outputs[0])
+                except StopIteration as end:
+                    done[number] = end.value
+                    del asks[number]
+        return [done[number] for number in range(len(given))]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that sets none: the model's own defaults if it has any."""

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slotline.server.audio import create_transcription, create_translation
 from slotline.server.chat import create_chat_completion
 from slotline.server.completions import create_completion
 from slotline.server.engine_view import show_engine
@@ -96,6 +97,8 @@ def build_app(state: ServerState, keys: Keys) -> Starlette:
         route("/v1/chat/completions", create_chat_completion),
         route("/v1/responses", create_response),
         route("/v1/messages", create_message, anthropic=True),
+        route("/v1/audio/transcriptions", create_transcription),
+        route("/v1/audio/translations", create_translation),
         route("/v1/embeddings", create_embedding),
         route("/v1/classify", create_classification),
         route("/classify", create_classification),

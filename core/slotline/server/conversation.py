@@ -11,6 +11,7 @@ from slotline.media.reader import NAMED, MediaReader
 from slotline.registry.config.schema import MultimodalConfig
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
+from slotline.server.audio_fields import recording
 from slotline.text.items import with_plain_parts
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -62,6 +63,8 @@ def _part(part: Any) -> Any:
         return {**part, "type": "text"}
     if kind == "refusal":
         return {"type": "text", "text": part.get("refusal")}
+    if kind == "input_audio":
+        return {"type": "audio", "audio": recording(part.get("input_audio"))}
     return dict(part) if kind in NAMED else part
 
 

@@ -12,6 +12,7 @@ import msgspec
 from attrs import field, frozen
 
 from slotline.server import (
+    audio_fields,
     chat,
     completions,
     engine_view,
@@ -31,7 +32,7 @@ from slotline.server.metrics import CONTENT_TYPE
 from slotline.server.ranges import INSTEAD
 
 Json = dict[str, Any]
-_JSON = "application/json"
+_JSON, _FORM = "application/json", "multipart/form-data"
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -64,6 +65,7 @@ class Endpoint:
         summary: what it does.
         body: type of the request's body, None if there is none.
         body_required: whether an empty body is refused.
+        body_type: content type of the request's body.
         answer: type of the answer with status 200, None for text.
         event: type of an event of a stream, None if it has no streams.
         text: content type of an answer that is text.
@@ -75,6 +77,7 @@ class Endpoint:
     event: Any = None
     text: str = CONTENT_TYPE
     body_required: bool = True
+    body_type: str = _JSON
 
 
 ENDPOINTS = {
@@ -103,6 +106,19 @@ ENDPOINTS = {
     "/v1/messages": Endpoint(
         "Write the assistant's turn in Anthropic's form.", messages_fields.MessagesFields, messages.Message, Json
     ),
+    **{
+        f"/v1/audio/{path}": Endpoint(
+            summary,
+            audio_fields.AudioFields,
+            audio_fields.AudioText,
+            audio_fields.AudioEvent,
+            body_type=_FORM,
+        )
+        for path, summary in (
+            ("transcriptions", "Write down what is said in a recording."),
+            ("translations", "Write down in English what is said in a recording."),
+        )
+    },
     "/v1/embeddings": Endpoint("Compute an embedding of each input.", pooling.EmbeddingFields, pooling.Embeddings),
     "/v1/classify": Endpoint("Compute the class of each input.", pooling.ClassifyFields, pooling.Classification),
     "/pooling": Endpoint("Compute what a task gives for each input.", pooling.PoolFields, pooling.PooledList),
@@ -178,7 +194,10 @@ def _operation(route: Access, endpoint: Endpoint, references: dict[Any, Json], *
         ]
     if route.method == "POST":
         body = references.get(endpoint.body, {})
-        operation["requestBody"] = {"required": endpoint.body_required, "content": {_JSON: {"schema": body}}}
+        operation["requestBody"] = {
+            "required": endpoint.body_required,
+            "content": {endpoint.body_type: {"schema": body}},
+        }
     if (keys and not route.open_to_all) or route.admin:
         operation["security"] = [{name: []} for name in _SCHEMES]
     error = references[AnthropicErrorBody if route.anthropic else ErrorBody]
@@ -198,6 +217,8 @@ def _answer(endpoint: Endpoint, references: dict[Any, Json]) -> Json:
         content = {_JSON: {"schema": references.get(endpoint.answer, {"type": "object"})}}
     if endpoint.event is not None:
         content["text/event-stream"] = {"schema": _event(references.get(endpoint.event, {"type": "object"}))}
+    if endpoint.body_type == _FORM:
+        content["text/plain"] = {"schema": {"type": "string"}}
     return {"description": status_text(200), "content": content}
 
 

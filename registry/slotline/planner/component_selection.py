@@ -46,6 +46,8 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
             f"{', '.join(sampling)}: task {task!r} samples no tokens", fix='remove them, or set task = "generate"'
         )
     origin = loaded.origins["task"].where if config.task != "auto" else "auto: what the checkpoint was made for"
+    if task == "generate" and "transcription" in served:
+        origin += "; also serves transcription"
     return Setting(key="task", asked=config.task, resolved=task, origin=origin, explicit=config.task != "auto")
 
 

@@ -12,7 +12,12 @@ ARCHITECTURES: tuple[str, ...] = ("WhisperForConditionalGeneration",)
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_speech",
-    capabilities=ModelFamilyCapabilities(architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tensor=Max()),
+    capabilities=ModelFamilyCapabilities(
+        architectures=Set(ARCHITECTURES),
+        devices=Set(("cpu", "cuda")),
+        tasks=Set(("generate", "transcription")),
+        tensor=Max(),
+    ),
     factory="slotline.plugins.model_families.speech_model:TransformersSpeech",
     summary="Whisper checkpoints in Hugging Face format: audio in, text out",
 )

@@ -15,6 +15,8 @@ from slotline.plugins.model_families.speech import ARCHITECTURES
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 
 NO_TOKEN = -1
+TIMESTAMPS = "no_timestamps_token_id"
+"""What generation_config.json has if it says how to transcribe."""
 
 
 class TransformersSpeech:
@@ -36,6 +38,7 @@ class TransformersSpeech:
             max_model_len=int(config.max_target_positions),
             dtype=found.dtype,
             eos_token_ids=found.eos_token_ids,
+            tasks=("generate", "transcription") if TIMESTAMPS in found.generation else ("generate",),
             modalities=(Modality(name="audio", placeholder_token_id=NO_TOKEN, cross=True),),
             max_encoder_len=int(config.max_source_positions),
             **look_at(found, int(config.max_target_positions), shard),

@@ -86,7 +86,8 @@ class ModelFamilyCapabilities:
     Attributes:
         architectures: values of `architectures` in config.json that it loads.
         devices: device types.
-        tasks: some of ``generate``, ``embed``, ``classify`` and ``token_classify``.
+        tasks: some of ``generate``, ``embed``, ``classify`` and ``token_classify``. With ``transcription`` beside
+            ``generate``, `LLM.transcribe` makes transcripts of what it generates.
         pipeline: `load` can distribute a model's layers over the stages of its context.
         taps: `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
         batch_invariant: `load` can return a model whose logits for a token are bitwise independent of the rest of the
