@@ -37,7 +37,7 @@ def noted(llm: LLM) -> list[str]:
 
 
 def test_an_engine_without_extensions_has_empty_tuples(tiny: Tiny, engines: Callable[..., LLM]) -> None:
-    plain = {"plugins.block": ("logits_processor:guidance",), "attention.cascade": False}
+    plain = {"plugins.block": ("logits_processor:guidance",), "attention.cascade": False, "cache.prefix_wait": 0}
     engine = engines(tiny("llama"), **plain).engine
     assert engine.extensions == NO_EXTENSIONS
     assert not any(getattr(engine.extensions, name) for name in METHODS)

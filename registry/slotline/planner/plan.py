@@ -462,6 +462,7 @@ def _negotiated(
         "kv_transfer": connector is not None,
         "microbatches": config.scheduler.microbatches > 1,
         "multimodal": bool(facts.modalities),
+        "prefix_waits": plan.prefix_caching and bool(plan.groups) and config.cache.prefix_wait > 0,
         "prompt_embeds": config.prompt_embeds,
         "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and num_stages == 1,
         "structured_output": grammars.descriptor is not None,

@@ -106,6 +106,13 @@ class CacheConfig:
         ),
     )
     prefix_caching: bool = field(default=True, metadata=_doc("reuse the blocks of equal prefixes"))
+    prefix_wait: int = field(
+        default=64,
+        validator=at_least(0),
+        metadata=_doc(
+            "a new request waits while another computes so many tokens of a prefix that they share; 0 never waits"
+        ),
+    )
     kv_sharing_fast_prefill: bool = field(
         default=False,
         metadata=_doc(

@@ -54,6 +54,7 @@ CARRIED: tuple[str, ...] = (
     "multimodal",
     "pipeline_ranks",
     "pooling",
+    "prefix_waits",
     "prompt_embeds",
     "repeated_steps",
     "states",

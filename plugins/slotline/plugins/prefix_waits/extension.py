@@ -1,0 +1,108 @@
+"""Extension of a plan with prefix caching: a prefix that a running request computes is not computed twice.
+
+Blocks become findable once their step is done. Requests that share a prefix and arrive together would each compute it,
+and keep a copy of it. So the first of them goes ahead, and the others join when they find its blocks.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+from attrs import frozen
+
+from slotline.builder.parts import Parts
+from slotline.core.batch.request import Request, Status
+from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
+from slotline.registry.contracts import BlockHash, ExtensionContext
+
+
+@frozen(eq=False)
+class _Owner:
+    """A running request that computes its prompt.
+
+    Attributes:
+        hashes: of the pieces that it computes.
+        num_known: tokens that were known when it was admitted. Once there are more, all pieces are computed.
+    """
+
+    request: Request
+    hashes: tuple[BlockHash, ...]
+    num_known: int
+
+
+class PrefixWaits:
+    """Keeps new requests waiting whose next tokens a running request computes.
+
+    A request waits at most until the first token of the one that it waits for. A request with companions never waits,
+    since they join together.
+    """
+
+    def __init__(self, context: ExtensionContext) -> None:
+        parts: Parts = context.parts
+        assert parts.memory is not None
+        self._rows, self._pool = parts.rows, parts.memory.pool
+        self._piece, self._unit = hash_sizes(parts.groups, 1)
+        kept = [group for group in parts.groups if not group.frees_early]  # others lose the blocks of a prefix early
+        self._group = (kept or list(parts.groups))[0]
+        self._fewest = parts.planned.loaded.config.cache.prefix_wait
+        self._owners: dict[int, _Owner] = {}  # by row
+        self._coming: dict[BlockHash, int] = {}  # row of the request that computes a piece
+
+    def acquire(self, request: Request, *, passing: bool) -> bool:
+        """Return False while a running request computes enough of what this one needs next."""
+        if not self._coming or request.leader is not None or request.whole_prompt:
+            return True
+        return self._shared_tokens(request) < self._fewest
+
+    def give_back(self, request: Request) -> None:
+        """Do nothing: no request takes anything here."""
+
+    def begin_request(self, request: Request, computed: int) -> None:
+        """Note the pieces that an admitted request is going to compute, unless another one does so already."""
+        self.unschedule(request)
+        if request.whole_prompt:
+            return
+        known = int(self._rows.num_tokens[request.row])
+        hashes = request.block_hashes[computed // self._piece : self._pieces(known)]
+        own = tuple(one for one in hashes if self._owner(one) is None)
+        if own:
+            self._owners[request.row] = _Owner(request, own, known)
+            self._coming.update(dict.fromkeys(own, request.row))
+
+    def unschedule(self, request: Request) -> None:
+        """Forget what a request was going to compute."""
+        if (owner := self._owners.get(request.row)) is not None and owner.request is request:
+            self._forget(request.row)
+
+    def restore(self, requests: list[Request]) -> None:
+        """Forget all requests: none is running."""
+        self._owners.clear()
+        self._coming.clear()
+
+    def _shared_tokens(self, request: Request) -> int:
+        """Return the tokens of a request's prefix that running requests compute and that cannot be found yet."""
+        count = self._pieces(len(request.prompt_token_ids))
+        hashes = extend_hashes(request, request.token_array.astype("int32"), count, self._piece)[:count]
+        step = self._group.block_size // self._piece
+        ends = hashes[step - 1 :: step]
+        lacking = [one for one in ends if self._pool.lookup(self._group.index, one) is None]
+        return sum(1 for _ in takewhile(lambda one: self._owner(one) is not None, lacking)) * self._group.block_size
+
+    def _owner(self, piece: BlockHash) -> _Owner | None:
+        """Return the request that is computing a piece. Forget those that have computed all of theirs."""
+        if (row := self._coming.get(piece)) is None:
+            return None
+        owner, rows = self._owners[row], self._rows
+        known = int(rows.num_tokens[row] - rows.num_pending[row])
+        if owner.request.status is Status.RUNNING and owner.request.row == row and known <= owner.num_known:
+            return owner
+        self._forget(row)
+        return None
+
+    def _forget(self, row: int) -> None:
+        for piece in self._owners.pop(row).hashes:
+            del self._coming[piece]
+
+    def _pieces(self, num_tokens: int) -> int:
+        """Return the pieces of a prefix that requests can share, of a request of `num_tokens`."""
+        return (num_tokens - 1) // self._unit * self._unit // self._piece
