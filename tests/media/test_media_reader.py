@@ -147,6 +147,14 @@ def test_frames_may_be_jpeg_files_with_commas_between() -> None:
         read(f"data:video/jpeg;base64,{parts[0]},{other}", "video")
 
 
+@pytest.mark.parametrize("frames", [[], np.zeros((0, 4, 4, 3), np.uint8)])
+def test_a_video_without_frames_is_refused(frames: Any) -> None:
+    with pytest.raises(RequestError, match=r"a video has no frames"):
+        read({"frames": frames, "fps": 2}, "video")
+    whole = {"frames": np.zeros((1, 4, 4, 3), np.uint8), "fps": 2}
+    assert read(whole, "video") is whole
+
+
 def test_a_film_is_decoded_and_what_is_none_is_refused() -> None:
     for wrong in (b"", b"no film"):
         with pytest.raises(RequestError, match=r"a video cannot be read|need av"):

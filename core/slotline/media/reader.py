@@ -49,6 +49,7 @@ class MediaReader:
                 fix="give fewer, or raise the limit",
             )
         if modality not in NAMED or (not self._remote and not isinstance(given, str | Path | bytes)):
+            _refuse_no_frames(given)
             return given
         if isinstance(given, str) and given.startswith("data:video/jpeg;base64,"):
             return self._frames(given)
@@ -148,6 +149,12 @@ def with_opened_items(prompt: Any, config: MultimodalConfig) -> Any:
             items = data[modality] if isinstance(data[modality], list | tuple) else [data[modality]]
             opened[modality] = [reader.read(modality, item) for item in items if item is not None]
     return {**prompt, "multi_modal_data": opened}
+
+
+def _refuse_no_frames(given: Any) -> None:
+    frames = given.get("frames") if isinstance(given, Mapping) else None
+    if frames is not None and hasattr(frames, "__len__") and len(frames) == 0:
+        raise RequestError("a video has no frames", fix="give a video with at least one")
 
 
 def _decoded(text: str, modality: str) -> bytes:
