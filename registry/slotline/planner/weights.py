@@ -140,7 +140,8 @@ def choose_weights(
             _refuse_cut_groups(uncut[module.name], module, scheme)
             slot = Kind.EXPERTS if module.kind == "experts" else Kind.LINEAR
             extra = (module.experts, module.interleaved, module.activation, module.constants, module.bias)
-            found.setdefault((slot, scheme, module.in_features, module.out_features, extra), []).append(module)
+            split = scheme.act_order and uncut[module.name].in_features != module.in_features
+            found.setdefault((slot, scheme, split, module.in_features, module.out_features, extra), []).append(module)
     if not found:
         raise ModelError(
             f"{facts.path} holds quantized weights by its configuration ({source.method}), and none of its "
@@ -149,9 +150,9 @@ def choose_weights(
         )
     offers = {slot: candidates(registry, slot, info) for slot in dict.fromkeys(key[0] for key in found)}
     groups, descriptors, names = [], {}, dict[str, int]()
-    for (slot, scheme, *_), modules in found.items():
+    for (slot, scheme, split, *_), modules in found.items():
         name = _name(modules, names)
-        chooser = _Chooser(loaded, registry, info, plan, device, slot, scheme, tuple(modules), name, ranked)
+        chooser = _Chooser(loaded, registry, info, plan, device, slot, scheme, tuple(modules), name, ranked, split)
         group, descriptor = chooser.choose(offers[slot])
         groups.append(group)
         descriptors[slot.value, descriptor.name] = descriptor
@@ -220,6 +221,7 @@ class _Chooser:
     modules: tuple[WeightModule, ...]
     name: str
     ranked: bool = False
+    split: bool = False
 
     @property
     def asked(self) -> str:
@@ -297,7 +299,7 @@ class _Chooser:
             **(
                 {"activations": first.activation, "bias": first.bias, "max_experts": first.experts}
                 if first.experts
-                else {"act_order": scheme.act_order}
+                else {"act_order": scheme.act_order, "split_order": self.split}
             ),
         }
         yield Need(capability="devices", value=self.info.need, origin=f"device {self.info.type}")

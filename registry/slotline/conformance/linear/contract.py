@@ -39,6 +39,7 @@ register_part_refusals(
         "ragged": lambda _: (True,),
         "offsets": lambda _: (True,),
         "act_order": lambda _: (True,),
+        "split_order": lambda _: (True,),
         "in_features": lambda _: (64, 63, 4096),
         "out_features": lambda _: (64, 63, 4096),
         "graphs": lambda _: tuple(GraphSupport),

@@ -28,6 +28,7 @@ class LinearCapabilities:
         ragged: blocks that do not divide the inputs, so that the last one of each row is shorter.
         offsets: schemes that are not symmetric.
         act_order: schemes with act order.
+        split_order: with act order also a part of a weight's inputs, whose groups have unequal numbers of them.
         in_features, out_features: sizes of the weight.
         activation: what it rounds activations to, "" for nothing. It is chosen only for schemes that permit it.
         graphs: the batches that its product can be captured for.
@@ -43,6 +44,7 @@ class LinearCapabilities:
     ragged: Flag = Flag(False)
     offsets: Flag = Flag(False)
     act_order: Flag = Flag(False)
+    split_order: Flag = Flag(True)
     in_features: Align = Align()
     out_features: Align = Align()
     activation: Literal["", "int8", "fp8"] = ""

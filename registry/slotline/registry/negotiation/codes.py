@@ -657,6 +657,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "ragged": "N114",
         "offsets": "N115",
         "act_order": "N115",
+        "split_order": "N115",
         "in_features": "N116",
         "out_features": "N116",
         "activations": "N117",

@@ -13,14 +13,13 @@ from typing import Any
 from attrs import frozen
 from torch import nn
 
+from slotline.planner.ranks import SEQUENCE
 from slotline.plugins.model_families.passes.lean_layer import LeanLayer
 from slotline.plugins.model_families.tensor_parallel.experts import ROUTERS, is_experts
 from slotline.plugins.model_families.tensor_parallel.joined import Joined
 from slotline.plugins.model_families.tensor_parallel.mlps import others
 from slotline.plugins.model_families.tensor_parallel.token_division import Gathering, TokenDivision
 from slotline.registry.errors import NegotiationError
-
-KEY = "parallel.sequence"
 
 
 @frozen
@@ -67,8 +66,8 @@ def branches(hf_model: Any, joined: Joined, mixing: Collection[str]) -> list[Bra
 def refusal(hf_model: Any, said: str) -> NegotiationError:
     """Return the error for a model whose hidden states cannot be divided by tokens."""
     return NegotiationError(
-        f"{KEY} = true: hidden states of {type(hf_model).__name__} cannot be divided by tokens: {said}",
-        fix=f"set {KEY} = false",
+        f"{SEQUENCE} = true: hidden states of {type(hf_model).__name__} cannot be divided by tokens: {said}",
+        fix=f"set {SEQUENCE} = false",
     )
 
 
