@@ -175,6 +175,25 @@ def test_pruned_videos_of_a_step_are_encoded_one_by_one(
         assert grids == calls
 
 
+def test_memory_is_measured_with_what_is_encoded_before_pruning(
+    tiny_grid: Callable[[str], Path], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines(tiny_grid("qwen3_vl"), **ROOM, **{"multimodal.video_pruning_rate": 0.5})
+    extension, counts = llm.engine.extension("multimodal"), dict[str, int]()
+    embeddings = extension.cache.max_tokens_per_step  # one of the made-up videos without pruning
+
+    def counted(modality: str, items: Sequence[Any]) -> list[Any]:
+        counts[modality] = len(items)
+        return []
+
+    monkeypatch.setattr(extension.encoder.model, "encode", counted)
+    extension.profile_memory()
+    assert (
+        extension.encoder.model.example("video").token_ids.count(extension.reader.placeholders["video"]) == embeddings
+    )
+    assert counts["video"] == 2
+
+
 @pytest.mark.parametrize("rate", [0.01, 0.99])
 def test_the_first_frame_always_stays(rate: float, tiny_grid: Callable[[str], Path], engines: Engines) -> None:
     llm = engines(tiny_grid("qwen3_vl"), **ROOM, **{"multimodal.video_pruning_rate": rate})
