@@ -107,6 +107,16 @@ def test_any_other_weight_is_named_once_in_a_warning(
     assert "REPORT" not in "".join(capfd.readouterr())
 
 
+def test_adapters_among_the_weights_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    more = {f"model.layers.0.self_attn.q_proj.lora_{part}.vision.weight": torch.ones(3) for part in "AB"}
+    path = changed(tiny("llama_deep"), tmp_path / "more", {}, more)
+    with pytest.raises(
+        ModelError, match=r"holds adapters among the model's own weights.*lora_A\.vision\.weight"
+    ) as caught:
+        load(path)
+    assert "a folder of its own" in str(caught.value.fix)
+
+
 def test_a_report_of_transformers_that_others_ask_for_is_not_kept_back(tiny: Tiny, tmp_path: Path) -> None:
     import transformers
 

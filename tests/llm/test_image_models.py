@@ -65,7 +65,7 @@ def assert_same(name: str, path: Path, prompts: Asked, outputs: Sequence[Any]) -
     assert [output.outputs[0].token_ids for output in outputs] == [tokens for _, tokens in wanted]
 
 
-@pytest.mark.spread(4, slow=4)
+@pytest.mark.spread(4, slow=2)
 @pytest.mark.parametrize("name", SIGHTS)
 def test_a_batch_gives_transformers_tokens_twice(name: str, tiny_sight: Sight, engines: Engines) -> None:
     path = tiny_sight(name)

@@ -17,6 +17,7 @@ _EXPECTED = re.compile(
     r"|inv_freq$|(^|\.)masked_bias$|(attn|attention)\.bias$"  # buffers that configurations tell
     r"|(^|[._])(q|k|v|kv|prob)_scale$|_zero_point$"  # of an eight-bit cache
 )
+_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)(\.|$)")
 _PREDICTS_FURTHER = (".eh_proj.", ".shared_head.")
 """What a layer behind the last one has, if it is no layer of the model but one that predicts further tokens."""
 
@@ -30,9 +31,14 @@ def review(model: torch.nn.Module, unused: Collection[str], path: Path) -> tuple
         path: the checkpoint's folder, for the message.
 
     Raises:
-        ModelError: if whole layers are among them: the model would run truncated.
+        ModelError: if whole layers are among them: the model would run truncated. Or if adapters are.
     """
     unused = [name for name in unused if not _EXPECTED.search(name)]
+    if adapters := sorted(name for name in unused if _ADAPTER.search(name)):
+        raise ModelError(
+            f"{path} holds adapters among the model's own weights, which would be left out: {listed(adapters)}",
+            fix="save each adapter in a folder of its own, as PEFT does, and name it in requests, or merge it",
+        )
     behind = _behind_the_last(model, unused)
     further = [layer for layer, names in behind.items() if any(mark in n for n in names for mark in _PREDICTS_FURTHER)]
     expected = {name for layer in further for name in behind.pop(layer)}

@@ -25,6 +25,9 @@ TIMED: tuple[str, ...] = GRIDS[2:]
 PROMPT_TOKENS: Mapping[str, str] = MappingProxyType({"Gemma3ForConditionalGeneration": "boi_token_id"})
 """Where a configuration has the token that represents an image in a prompt, if that takes no embedding."""
 
+INSIDE: tuple[str, ...] = ("Phi4MultimodalForCausalLM",)
+"""Decoders that hold their encoders."""
+
 ARCHITECTURES: tuple[str, ...] = (
     "Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
@@ -33,6 +36,7 @@ ARCHITECTURES: tuple[str, ...] = (
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    *INSIDE,
     "SmolVLMForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
     *GRIDS,

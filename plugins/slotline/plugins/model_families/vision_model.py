@@ -28,6 +28,7 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.causal import causal_class
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.cropped_images import CroppedImages, ImageEncoder, TextAlone
 from slotline.plugins.model_families.grid_images import AXES, GridProcessing, bare, grid_positions
 from slotline.plugins.model_families.grid_videos import VideoProcessing, times_writer
 from slotline.plugins.model_families.image_processing import ImageProcessing
@@ -35,7 +36,7 @@ from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.plugins.model_families.video_frames import FrameVideos
 from slotline.plugins.model_families.video_pruning import KEPT, unpruned
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, PROMPT_TOKENS, TIMED
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, INSIDE, PROMPT_TOKENS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -57,10 +58,7 @@ class TransformersVision(TransformersDecoder):
         weight_sizes.require_weights(found)
         facts = inspection.facts_of(_decoder_of(found), shard)
         facts = keys_ahead.with_keys_ahead(facts, found.model_class, found.config)
-        with inspection.sizes_that_fit(found), torch.device("meta"):
-            encoder = found.model_class(found.config).model
-        _take_decoder(encoder)
-        size = sum(parameter.numel() for parameter in encoder.parameters())
+        size = 0 if found.architecture in INSIDE else _encoder_size(found)
         return evolve(
             facts,
             architecture=found.architecture,
@@ -93,7 +91,9 @@ class VisionModel(DecoderModel):
         self._processing = {m.name: self._processing_of(m) for m in context.facts.modalities}
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
 
-    def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing | FrameVideos:
+    def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing | FrameVideos | CroppedImages:
+        if self.facts.architecture in INSIDE:
+            return CroppedImages(self.facts.path, modality, self._rule.config.vision_config)
         if modality.name == VIDEO and self.facts.architecture not in GRIDS:
             return FrameVideos(self.facts.path, modality, self._rule.config.vision_config)
         if modality.name == VIDEO:
@@ -183,15 +183,33 @@ class VisionModel(DecoderModel):
         """Return the decoder as a separate causal model, and the rest of the base model."""
         found = checkpoint.read(context.facts.path, self.architectures)
         whole = loading.load_transformers_model(context, found, attention="sdpa")
+        if found.architecture in INSIDE:
+            encoder = ImageEncoder(whole.model.embed_tokens_extend.image_embed, whole.config)
+            whole.model.embed_tokens_extend = TextAlone()
+            self._rule = bare(whole)
+            return _calling_slots(whole), encoder
         encoder, decoder = whole.model, _decoder_of(found)
         self._rule = bare(encoder)
         with torch.device("meta"):
             hf_model = decoder.model_class(decoder.config)
         hf_model.model, hf_model.lm_head = _take_decoder(encoder), whole.lm_head
         hf_model.config = whole.config.text_config  # the very object that the attention modules read
-        binding.register(binding.ATTENTION_NAME, binding.slot_attention)
-        hf_model.config._attn_implementation = binding.ATTENTION_NAME
-        return hf_model.eval().requires_grad_(False), encoder
+        return _calling_slots(hf_model), encoder
+
+
+def _calling_slots(hf_model: Any) -> Any:
+    """Return a decoder whose attention modules call the engine's slots."""
+    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    hf_model.config._attn_implementation = binding.ATTENTION_NAME
+    return hf_model.eval().requires_grad_(False)
+
+
+def _encoder_size(found: Checkpoint) -> int:
+    """Return the number of parameters beside the decoder's."""
+    with inspection.sizes_that_fit(found), torch.device("meta"):
+        encoder = found.model_class(found.config).model
+    _take_decoder(encoder)
+    return sum(parameter.numel() for parameter in encoder.parameters())
 
 
 def _take_decoder(whole: torch.nn.Module) -> torch.nn.Module:
@@ -207,9 +225,10 @@ def _kept(item: Mapping[str, torch.Tensor], embeddings: torch.Tensor) -> torch.T
 
 def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
     key = PROMPT_TOKENS.get(found.architecture)
+    config = found.config.vision_config if found.architecture in INSIDE else found.config
     image = Modality(
         name=IMAGE,
-        placeholder_token_id=int(found.config.image_token_id),
+        placeholder_token_id=int(config.image_token_id),
         prompt_token_id=None if key is None else int(getattr(found.config, key)),
     )
     if not hasattr(found.model_class, f"get_{VIDEO}_features"):
@@ -239,6 +258,8 @@ def _decoder_of(found: Checkpoint) -> Checkpoint:
     Raises:
         ModelError: if this family does not support the decoder.
     """
+    if found.architecture in INSIDE:
+        return found
     text = found.config.text_config
     if found.architecture in GRIDS:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) or causal_class(MODEL_MAPPING[type(text)])
