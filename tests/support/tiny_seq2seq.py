@@ -28,11 +28,23 @@ SETTINGS: dict[str, Any] = {
     "forced_eos_token_id": None,
     "tie_word_embeddings": False,
 }
+T5: dict[str, Any] = {
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "n_positions": 64,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "feed_forward_proj": "gated-gelu",
+}
 CLASSES: dict[str, tuple[Any, Any]] = {
     "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
     "m2m100": (transformers.M2M100Config, transformers.M2M100ForConditionalGeneration),
     "marian": (transformers.MarianConfig, transformers.MarianMTModel),
     "mbart": (transformers.MBartConfig, transformers.MBartForConditionalGeneration),
+    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
     "pegasus": (transformers.PegasusConfig, transformers.PegasusForConditionalGeneration),
 }
 
@@ -45,9 +57,15 @@ def build(path: Path, family: str = "bart", seed: int = 0, generation: dict[str,
     """
     torch.manual_seed(seed)
     config_class, model_class = CLASSES[family]
-    model = model_class(config_class(**SETTINGS)).eval()
+    model = model_class(config_class(**SETTINGS, **(T5 if family == "t5" else {}))).eval()
     with torch.no_grad():
-        model.get_decoder().embed_tokens.weight.mul_(8)  # or outputs repeat one token
+        for name, weight in model.named_parameters():
+            if "relative_attention_bias" in name:
+                weight.normal_(std=2)
+            if name.endswith(("o.weight", "wo.weight")):  # T5's last matrices
+                weight.mul_(4)
+        scale = 0.1 if family == "t5" else 8  # T5's are those of the logits too
+        model.get_decoder().embed_tokens.weight.mul_(scale)  # or outputs repeat one token
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias.normal_(std=0.1)
     model.generation_config.update(**generation or {})

@@ -1,4 +1,4 @@
-"""Attention with linear biases (Press et al. 2021, arXiv 2108.12409): the slopes of a group's layers on its device."""
+"""Attention with biases by distance: what a group's layers add to scores, on its device."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def slopes_of(context: AttentionContext) -> torch.Tensor | None:
     """Return the slopes that all layers of a group have, [num_heads] float32. None for layers without ALiBi."""
     slopes = context.layers[0].alibi_slopes
     return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=context.device)
+
+
+def position_bias_of(context: AttentionContext) -> torch.Tensor | None:
+    """Return the bias by distance that all layers of a group have, [num_heads, distances] float32. None for none."""
+    bias = context.layers[0].position_bias
+    return None if bias is None else torch.tensor(bias, dtype=torch.float32, device=context.device)

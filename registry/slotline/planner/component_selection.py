@@ -317,6 +317,7 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
         "sinks": layer.sinks,
         "alibi": layer.alibi_slopes is not None,
         "keys_ahead": layer.keys_ahead,
+        "position_bias": layer.position_bias is not None,
     }
     return tuple(name for name, needed in features.items() if needed)
 

@@ -168,7 +168,7 @@ def refuse_context(
         texts.append(f"{facts.architecture} has layers of kind {', '.join(others)}, and only full ones are divided")
     if facts.state_layers:
         texts.append(f"{facts.architecture} keeps states, which are not divided")
-    if any(layer.alibi_slopes is not None for layer in facts.layers):
+    if any(layer.alibi_slopes or layer.position_bias for layer in facts.layers):
         texts.append(f"{facts.architecture} biases scores by distance, and a shard does not know where its keys stand")
     if any(layer.keys_ahead for layer in facts.layers):
         texts.append(f"{facts.architecture} has images whose tokens see each other, and a shard has a part of them")

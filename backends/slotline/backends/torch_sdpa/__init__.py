@@ -27,6 +27,7 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True),
         alibi=Flag(True),
+        position_bias=Flag(True),
         mla=Flag(True),
         tree_mask=Flag(True),
         cascade=Flag(True),
@@ -44,6 +45,12 @@ descriptor = Descriptor(
                 capability="attention_types",
                 offer=Set(("decoder",)),
                 note="the contract defines chunks for causal attention alone",
+            ),
+            Limit(
+                when="position_bias",
+                capability="attention_types",
+                offer=Set(("decoder",)),
+                note="the contract defines a position bias for causal attention alone",
             ),
             Limit(
                 when="alibi",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.backends.alibi import slopes_of
+from slotline.backends.alibi import position_bias_of, slopes_of
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 MAX_QUERY_ROWS = 512
@@ -100,6 +100,7 @@ class TorchBackend:
         self._looks_ahead = context.layers[0].keys_ahead
         self._scales = context.kv_scales
         self._slopes = slopes_of(context)
+        self._position_bias = position_bias_of(context)
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -175,7 +176,7 @@ class TorchBackend:
             visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
         else:
             visible, places = _visible_in_tree(batch, pieces, keys, query, self._reaches)
-        if self._slopes is None:
+        if self._slopes is None and self._position_bias is None:
             return Group(tokens, blocks, offsets, visible)
         distance = places.expand(len(pieces), -1)[:, None, :] - batch.positions[tokens][:, :, None]  # [B, q, L]
         return Group(tokens, blocks, offsets, visible, distance[:, None, None])
@@ -230,10 +231,16 @@ class TorchBackend:
         return lse
 
     def _bias(self, group: Group) -> torch.Tensor | None:
-        """Return ALiBi's bias on the scores of a group, [B, H, 1, q, L], or None for layers without it."""
-        if self._slopes is None or group.distance is None:
+        """Return the bias by distance on the scores of a group, [B, H, 1, q, L], or None for layers without one."""
+        if group.distance is None:
             return None
-        return self._slopes[:, None, None, None] * group.distance
+        bias = torch.zeros((), device=group.distance.device)
+        if self._slopes is not None:
+            bias = self._slopes[:, None, None, None] * group.distance
+        if self._position_bias is None:
+            return bias
+        distance = (-group.distance[:, 0, 0]).clamp(0, self._position_bias.shape[1] - 1)  # [B, q, L]
+        return bias + self._position_bias[:, distance].transpose(0, 1)[:, :, None]
 
     def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, multiplied by the cache's scales if any."""

@@ -13,17 +13,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload, positions
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    inspection,
+    loading,
+    offload,
+    positions,
+    relative_positions,
+)
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.tensor_parallel.collectives import Joined, install
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelContext, Shard
+from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
 
-CROSS_ATTENTION = "encoder_attn"
+CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
 """What transformers calls the modules of a decoder layer that read the encoder."""
 
 
@@ -95,9 +104,22 @@ class EncoderDecoderModel:
             ModelError: if the weights are missing or do not fit the loaded model.
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
+        self._require_same_bias(facts.path)
         new = self._read(evolve(self._context, facts=facts))[0].state_dict()
         loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
         self.facts = facts
+
+    def _require_same_bias(self, path: Path) -> None:
+        """Refuse weights with other biases of scores: the attention backend has those of the first ones.
+
+        Raises:
+            ModelError: if they differ.
+        """
+        bias = next((layer.position_bias for layer in self.facts.layers if layer.position_bias), None)
+        if bias is not None and bias != relative_positions.decoder_bias(path, self.hf_model):
+            raise ModelError(
+                f"{path} has other relative positions than the weights in use", fix="build a new LLM for it"
+            )
 
     def _read(self, context: ModelContext) -> tuple[Any, Joined | None]:
         """Return the model, with transformers' own attention in its encoder and slots in its decoder.
@@ -113,6 +135,7 @@ class EncoderDecoderModel:
             if hasattr(module, "config"):
                 module.config = config
         positions.pass_to(decoder)
+        relative_positions.leave_out(decoder)
         return hf_model, None if context.shard is None else divide(hf_model, context.shard, decoder)
 
 
@@ -146,6 +169,9 @@ def look_at(found: Checkpoint, max_model_len: int, shard: Shard | None) -> dict[
             model = found.model_class(found.config).eval()
         notes = () if shard is None else divide(model, shard, model.get_decoder()).notes
         layers = _watch(model, max_model_len)
+    if found.config.model_type == "t5":
+        bias = relative_positions.decoder_bias(found.path, model)
+        layers = tuple(evolve(each, position_bias=None if each.attention_type == "cross" else bias) for each in layers)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"layers": layers, "num_parameters": num_parameters, "notes": notes}
 
@@ -159,9 +185,10 @@ def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
     states = torch.zeros((1, inspection.PROBE_TOKENS, model.config.d_model), device="meta")
     decoder = model.get_decoder()
     positions.pass_to(decoder)
+    relative_positions.leave_out(decoder)
     with torch.no_grad():
         decoder(input_ids=tokens, position_ids=tokens, encoder_hidden_states=states, use_cache=False)
     return tuple(
-        evolve(layer, attention_type="cross", kv_kind="cross") if CROSS_ATTENTION in layer.name else layer
+        evolve(layer, attention_type="cross", kv_kind="cross") if layer.name.endswith(CROSS_ATTENTION) else layer
         for layer in recorder.layers
     )

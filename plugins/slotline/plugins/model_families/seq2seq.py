@@ -12,6 +12,7 @@ ARCHITECTURES: tuple[str, ...] = (
     "MBartForConditionalGeneration",
     "MarianMTModel",
     "PegasusForConditionalGeneration",
+    "T5ForConditionalGeneration",
 )
 """Compared with transformers' own tokens by the tests."""
 
@@ -20,5 +21,5 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     name="transformers_seq2seq",
     capabilities=ModelFamilyCapabilities(architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda"))),
     factory="slotline.plugins.model_families.seq2seq_model:TransformersSeq2Seq",
-    summary="BART, Marian, mBART, NLLB and Pegasus checkpoints in Hugging Face format: text in, text out",
+    summary="BART, Marian, mBART, NLLB, Pegasus and T5 checkpoints in Hugging Face format: text in, text out",
 )

@@ -19,6 +19,9 @@ from slotline.registry.safe_repr import safe_repr
 
 MODALITY = Modality(name="encoder_prompt", placeholder_token_id=-1, cross=True, prompt=True)
 
+T5_LENGTH = 512
+"""Tokens that T5 was trained with on both sides. Relative positions have no longest sequence."""
+
 
 class TransformersSeq2Seq:
     """Family of every model of `seq2seq.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
@@ -31,6 +34,8 @@ class TransformersSeq2Seq:
         found = checkpoint.read(Path(path), ARCHITECTURES)
         weight_sizes.require_weights(found)
         length = found.max_model_len
+        if length == checkpoint.LENGTH_WITHOUT_POSITIONS:
+            length = T5_LENGTH
         return ModelFacts(
             architecture=found.architecture,
             path=found.path,
@@ -100,6 +105,8 @@ class Seq2SeqModel(EncoderDecoderModel):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        if getattr(self.hf_model.config, "scale_decoder_outputs", False):
+            hidden_states = hidden_states * self.hf_model.config.d_model**-0.5
         logits = super().compute_logits(hidden_states)
         bias: torch.Tensor | None = getattr(self.hf_model, "final_logits_bias", None)
         return logits if bias is None else logits + bias.float()

@@ -122,6 +122,12 @@ def alibi(run: Run) -> None:
     prove(run, chosen(run, _shape(run), alibi=True).friendly())
 
 
+@check(Kind.ATTENTION, "attention.position_bias", Level.NUMERICS, needs={"position_bias": True}, cases=by_shape)
+def position_bias(run: Run) -> None:
+    """A score gains the head's number for the distance to the key, the last number beyond, in each kind of batch."""
+    prove(run, chosen(run, _shape(run), position_bias=True).friendly())
+
+
 @check(Kind.ATTENTION, "attention.alibi.long", Level.NUMERICS, needs={"alibi": True})
 def alibi_long(run: Run) -> None:
     """The same where distances reach the hundreds: the steep heads see a few keys, the flat ones all."""

@@ -39,6 +39,7 @@ FLAGS = (
     "sinks",
     "alibi",
     "keys_ahead",
+    "position_bias",
     "mla",
     "tree_mask",
     "cascade",
@@ -111,6 +112,7 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
         "sinks": {"sinks": True},
         "alibi": {"alibi_slopes": (0.5,) * layer.num_heads},
         "keys_ahead": {"keys_ahead": True},
+        "position_bias": {"position_bias": ((0.5, 0.0),) * layer.num_heads},
         "mla": _latent(layer, layer.head_size),
         "latent_sizes": _latent(layer, value),
     }

@@ -18,6 +18,7 @@ FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = MappingProxyType(
         "soft_cap": (True, {"soft_cap": 5.0, "amplitude": 6.0}),
         "sinks": (True, {"sinks": True}),
         "alibi": (True, {"alibi": True}),
+        "position_bias": (True, {"position_bias": True}),
         "lse": (True, {}),
         "attention_types": ("encoder_only", {"attention_type": "encoder_only", "causal": False}),
     }

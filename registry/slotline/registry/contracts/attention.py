@@ -34,6 +34,9 @@ Meaning of the inputs:
   i + keys_ahead, with a window those from i - W + 1 on. They are tokens of the same step and request. Layers without
   the flag ignore it. Such a batch has no common prefix and is never captured.
   It may have a tree, whose nodes see nothing ahead.
+* A position bias (`AttentionLayer.position_bias`, Raffel et al. 2020, arXiv 1910.10683, section 2.1) is added where
+  ALiBi's would be: to the score of a query at position i with the key at position j, the head's number for the distance
+  i - j, the last one for all greater distances. It is defined for causal attention of type ``decoder``.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output is valid.
 * A returned LSE is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output is valid.
@@ -112,6 +115,7 @@ class AttentionCapabilities:
         sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: supported features. `chunked` is attention within
             chunks (`AttentionLayer.chunk`), `alibi` is a linear bias by distance (`AttentionLayer.alibi_slopes`).
             `sliding_window` is about layers of type ``decoder``.
+        position_bias: support for a learned bias by head and distance (`AttentionLayer.position_bias`).
         encoder_window: support for windows in layers of type ``encoder_only``, in both directions.
         keys_ahead: support for tokens that see later ones of the same step (`AttentionBatch.keys_ahead`).
         mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
@@ -155,6 +159,7 @@ class AttentionCapabilities:
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
     alibi: Flag = Flag(Support.NOT_IMPLEMENTED)
+    position_bias: Flag = Flag(Support.NOT_IMPLEMENTED)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
     mla: Flag = Flag(Support.NOT_IMPLEMENTED)
     latent_sizes: Range = Range()
@@ -193,6 +198,8 @@ class AttentionLayer:
         sinks: True if the layer has a learned sink logit per query head.
         alibi_slopes: for each query head, the amount that a score loses per token of distance between query and key.
             None for no bias. All layers of a group have the same slopes.
+        position_bias: for each query head, what is added to a score by the distance between query and key: from 0, the
+            last for all that are farther. None for no bias. All layers of a group have the same, which never changes.
         mla: True if keys are latents that contain their values. There is one KV head, and the value of a key is its
             first `head_size_v` numbers.
         kv_kind: kind of cache that the layer needs, e.g. ``full`` or ``sliding``.
@@ -213,6 +220,7 @@ class AttentionLayer:
     soft_cap: float | None = None
     sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
+    position_bias: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
     mla: bool = False
     kv_kind: str = "full"
     attention_type: str = "decoder"

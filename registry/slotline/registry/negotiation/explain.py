@@ -141,6 +141,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += ["sinks"] if layer.sinks else []
     facts += ["ALiBi"] if layer.alibi_slopes is not None else []
     facts += ["tokens of an image see all of it"] if layer.keys_ahead else []
+    facts += ["position bias"] if layer.position_bias is not None else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"

@@ -111,6 +111,7 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "sinks": layer.sinks,
         "alibi": layer.alibi_slopes is not None,
         "keys_ahead": layer.keys_ahead,
+        "position_bias": layer.position_bias is not None,
     }
     for capability, value in facts.items():
         key = model_key(capability, group.name)

@@ -372,6 +372,7 @@ class World:
                 soft_cap=case.soft_cap,
                 sinks=sinks,
                 slopes=case.alibi_slopes,
+                biases=case.biases,
                 causal=case.causal,
                 dtype=dtype,
                 seen=case.seen(request),

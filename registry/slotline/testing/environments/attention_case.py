@@ -31,6 +31,7 @@ class Case:
         mla: True if keys are latents that contain their values. There is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
         alibi: True if query heads have slopes, those of ALiBi's section 3 for any number of heads.
+        position_bias: True if query heads have a bias by distance, another for each of nine distances.
         beginning: requests whose encoder's keys the step stores, for the type ``cross``.
         parents, num_nodes: parents of a tree of drafts, and the number of its first nodes that are each request's last
             query tokens.
@@ -64,6 +65,7 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    position_bias: bool = False
     mla: bool = False
     causal: bool = True
     attention_type: str = "decoder"
@@ -147,6 +149,15 @@ class Case:
         return tuple(2 ** (-8 * n / self.num_heads) for n in range(1, self.num_heads + 1)) if self.alibi else None
 
     @property
+    def biases(self) -> tuple[tuple[float, ...], ...] | None:
+        """Bias of each query head for distances from 0: numbers from -1.5 to 1.5 in no order."""
+        if not self.position_bias:
+            return None
+        return tuple(
+            tuple((7 * head + 5 * place) % 13 / 4 - 1.5 for place in range(9)) for head in range(self.num_heads)
+        )
+
+    @property
     def part_scales(self) -> tuple[float, float]:
         """Factors of stored keys and stored values. Values of latents are keys."""
         scale_k, scale_v = self.kv_scales or (1.0, 1.0)
@@ -170,6 +181,7 @@ class Case:
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
+            position_bias=self.biases,
             mla=self.mla,
             kv_kind="mla" if self.mla else "full" if self.window is None else "sliding",
             attention_type=self.attention_type,

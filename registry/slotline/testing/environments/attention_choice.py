@@ -103,6 +103,7 @@ def needs_of(case: Case) -> dict[str, Any]:
         "sinks": case.sinks,
         "alibi": case.alibi,
         "keys_ahead": case.keys_ahead,
+        "position_bias": case.position_bias,
         "kv_scales": case.kv_scales is not None,
     }
 
@@ -212,6 +213,7 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "sinks": bool(wanted.get("sinks")),
         "alibi": bool(wanted.get("alibi")),
         "keys_ahead": bool(wanted.get("keys_ahead")),
+        "position_bias": bool(wanted.get("position_bias")),
         "different_value_head": wanted.get("head_size_v") is not None and not wanted.get("mla"),
         "mla": bool(wanted.get("mla")),
         "attention_types": wanted.get("attention_type", "decoder"),

@@ -70,6 +70,7 @@ def attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: Sequence[float] | None = None,
+    biases: Sequence[Sequence[float]] | None = None,
     causal: bool = True,
     dtype: torch.dtype = torch.float64,
     seen: torch.Tensor | None = None,
@@ -87,10 +88,11 @@ def attention(
         soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: [H], a logit that takes part in the softmax and has no value.
         slopes: [H], the amount that a score loses after the soft cap per token of distance (ALiBi).
+        biases: [H, n], what is added after the soft cap by distance, the last also beyond n tokens.
         causal: True if a query sees no key after its own.
         dtype: dtype of the computation. Inputs are converted, not rounded again.
         seen: [q, L] bool, the keys that each query sees, if `window` and `causal` are not sufficient.
-        positions: [L], the tokens' positions in a text, for `slopes`. None for 0 to L - 1.
+        positions: [L], the tokens' positions in a text, for `slopes` and `biases`. None for 0 to L - 1.
     """
     group = query.shape[1] // keys.shape[1]
     q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -98,9 +100,13 @@ def attention(
     scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, q, L]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    if slopes is not None:
+    if slopes is not None or biases is not None:
         place = torch.arange(len(k)) if positions is None else positions
         distance = (place[None, :] - place[len(k) - len(q) :, None]).double()  # [q, L]
+    if biases is not None:
+        added = torch.tensor(biases, dtype=torch.float64)
+        scores = scores + added[:, (-distance).long().clamp(0, added.shape[1] - 1)].to(scores)
+    if slopes is not None:
         scores = scores + (torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance).to(scores)
     seen = visible(len(q), len(k), window=window, causal=causal) if seen is None else seen
     seen = seen.to(scores.device)

@@ -111,6 +111,34 @@ class BySlot(BiasedAttention):
         return torch.arange(count)[None, :] - torch.arange(count - num_queries, count)[:, None]
 
 
+class TableAttention(BiasedAttention):
+    """A learned bias by head and distance (Raffel et al. 2020, arXiv 1910.10683)."""
+
+    def bias(self, layer: AttentionLayer, num_queries: int) -> torch.Tensor:
+        """[H, q, n], the head's number for the distance."""
+        if layer.position_bias is None:
+            return torch.zeros(())
+        table = torch.tensor(layer.position_bias)
+        return table[:, self.place(num_queries, table.shape[1])]
+
+    def place(self, num_queries: int, count: int) -> torch.Tensor:
+        """[q, n], the places in a table of `count` distances."""
+        return (-self.distance(num_queries)).clamp(0, count - 1)
+
+
+class OneTooFar(TableAttention):
+    def place(self, num_queries: int, count: int) -> torch.Tensor:
+        return (1 - self.distance(num_queries)).clamp(0, count - 1)
+
+
+class NoneBeyond(TableAttention):
+    """Keys beyond the table have the bias of the key at the query's place."""
+
+    def place(self, num_queries: int, count: int) -> torch.Tensor:
+        place = -self.distance(num_queries)
+        return torch.where(place >= count, 0, place.clamp(min=0))
+
+
 def _mutant(name: str, summary: str, factory: type[BiasedAttention]) -> Mutant:
     return mutant(f"alibi-{name}", Level.NUMERICS, summary, factory, alibi=Flag(True))
 
@@ -126,8 +154,20 @@ MUTANTS = (
     _mutant("of-the-last-query", "all queries of a chunk have the last one's distances", OfTheLastQuery),
     _mutant("in-the-step", "distances ignore a request's cached tokens", InTheStep),
     _mutant("by-slot", "a tree's nodes are as far apart as their slots", BySlot),
+    *(
+        mutant(f"position-bias-{name}", Level.NUMERICS, summary, factory, position_bias=Flag(True))
+        for name, summary, factory in (
+            ("ignored", "scores have no bias", Ignored),
+            ("one-too-far", "each distance counts as the next one", OneTooFar),
+            ("none-beyond", "distances beyond the table count as none", NoneBeyond),
+        )
+    ),
 )
 
 CORRECT = (
+    Correct(
+        "position bias: a table on the scores",
+        offer("position_bias", "scores with a table", TableAttention, position_bias=Flag(True)),
+    ),
     Correct("alibi: a bias on the scores", offer("alibi", "scores with a bias", BiasedAttention, alibi=Flag(True))),
 )
