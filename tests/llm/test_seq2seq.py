@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from engine_driver import GREEDY, recorded, recorded_items
+from running_server import running_server
 from tiny_models import VOCAB_SIZE
 from tiny_seq2seq import build, by_transformers, greedy_reference, oracle
 
@@ -151,6 +153,19 @@ def test_texts_are_read_on_both_sides(made: Callable[[str], Path], engines: Engi
     assert both.prompt_token_ids == [START, *encode("import os")]
     found = [greedy_reference(made("bart"), encode("def main("), one.prompt_token_ids, 20) for one in (plain, both)]
     assert tokens_of([plain, both]) == found
+
+
+def test_the_server_takes_plain_prompts(made: Callable[[str], Path]) -> None:
+    path = made("bart")
+    with running_server(model=str(path), device="cpu", dtype="float32", **{"cache.memory": "4MiB"}) as server:
+        body = {"prompt": ENCODED[1], "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        wrong = httpx.post(f"{server.url}/v1/completions", json={**body, "prompt": [5] * 65}, timeout=60)
+        wanted = greedy_reference(path, ENCODED[1], [START], 9)
+        text = server.state.llm.tokenizer.decode(wanted, skip_special_tokens=True)
+    assert answer["choices"][0]["text"] == text != ""
+    assert wrong.status_code == 400
+    assert "the encoder prompt has 65 tokens" in wrong.text
 
 
 @pytest.mark.parametrize(
