@@ -293,5 +293,5 @@ MUTANTS = (
     mutant("written-by-position", L1, "slots are computed without the prefix", WritesByPosition),
     mutant("forward-clears-slots", L2, "forward clears the slots after a request's last token", ForwardWrites),
     mutant("null-block-cleared", L2, "write clears the null block", WriteZeroesBlock),
-    mutant("table-rows-compacted", L2, "requests without tokens shift the rows of the table", TableRowsCompacted),
+    mutant("table-rows-compacted", L1, "requests without tokens shift the rows of the table", TableRowsCompacted),
 )
