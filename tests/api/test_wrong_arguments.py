@@ -130,8 +130,8 @@ def test_an_architecture_that_is_not_served_is_named_with_its_family_or_with_not
         return caught.value.message
 
     qwen = message("Qwen3_9ForConditionalGeneration")
-    assert "of the same family are served Qwen3VLForConditionalGeneration" in qwen
-    assert "Qwen3ForCausalLM" in qwen
+    assert "of the same family are served" in qwen
+    assert "Qwen3VLForConditionalGeneration" in qwen
     assert "Whisper" not in qwen
     assert message("CohereXForCausalLM").endswith(f"of {str(tmp_path)!r}")
     assert of_same_family("Phi4ForCausalLM", ["Phi3ForCausalLM", "PhimoeForCausalLM", "GPT2Model"]) == (

@@ -303,7 +303,7 @@ def test_loops_over_a_content_tell_a_template_of_parts(template: str, parts: boo
             "type 'txt' cannot be read; did you mean 'text'",
         ),
         ([{"role": "user", "content": [{"type": ["text"], "text": "hi"}]}], "cannot be read"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "type 'image_url' cannot"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "type 'image' cannot"),
         ([{"role": "user", "content": [{"type": "image", "image": 1}]}], "takes parts of type text"),
     ],
 )
@@ -342,8 +342,8 @@ def test_images_of_a_conversation_have_placeholders_in_either_form(
             continue
         (output,) = llm.chat([{"role": "user", "content": content}], SHORT, chat_template=template)
         assert output.outputs[0].finish_reason == "length"
-    with pytest.raises(RequestError, match="a part of type 'image' has the keys 'type', 'url' and no 'image'"):
-        llm.chat([{"role": "user", "content": [{"type": "image", "url": "x"}]}], chat_template=template)
+    with pytest.raises(RequestError, match="a part of type 'image' has no image"):
+        llm.chat([{"role": "user", "content": [{"type": "image", "link": "x"}]}], chat_template=template)
     with pytest.raises(SlotlineError, match="takes parts of type text, image"):
         llm.chat([{"role": "user", "content": [{"type": "video", "video": 1}]}], chat_template=template)
 

@@ -86,12 +86,12 @@ class TwoKinds:
         return ProcessedItem(modality=modality, token_ids=tokens, inputs={"x": torch.tensor([item])})
 
 
-def reader(path: Path) -> PromptReader:
+def reader(path: Path, *, embedded: int = 1) -> PromptReader:
     from attrs import evolve
 
     from slotline.registry.contracts import Modality
 
-    modalities = (Modality(name="a", placeholder_token_id=1), Modality(name="b", placeholder_token_id=2))
+    modalities = (Modality(name="a", placeholder_token_id=embedded), Modality(name="b", placeholder_token_id=2))
     facts = evolve(SoundFamily().inspect(path), modalities=modalities)
     return PromptReader(TwoKinds(), facts, MultimodalConfig())  # type: ignore[arg-type]
 
@@ -122,8 +122,7 @@ def test_a_prompt_that_is_neither_is_refused(tokens: list[int], tmp_path: Path) 
 
 
 def test_an_item_without_a_placeholder_token_is_the_familys_fault(tmp_path: Path) -> None:
-    strange = reader(tmp_path)
-    strange.placeholders["a"] = 7
+    strange = reader(tmp_path, embedded=7)
     with pytest.raises(ModelError, match="a processed item of modality 'a' has no placeholder token 7"):
         strange.read([7], {"a": 3})
 

@@ -560,6 +560,8 @@ def test_processors_run_in_their_order_whatever_order_they_were_found_in(tiny: T
         "min_tokens",
         "allowed_token_ids",
         "bad_words",
+        "speech_rules",
+        "forced_tokens",
         "callables",
     ]
     turned = ProcessorPipeline(pipeline.slots[::-1], engines(tiny("llama")).engine.rows, frozenset())

@@ -96,6 +96,7 @@ class Bench:
                 self.encoder_cache,
                 max_batched_tokens=self.max_batched_tokens,
                 chunked_prefill=self.chunked_prefill,
+                looks_ahead=False,
             )
             extensions = Extensions.of([("multimodal", "items", self.items)])
         self.scheduler = Scheduler(

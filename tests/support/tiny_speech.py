@@ -87,7 +87,7 @@ def build_transcriber(path: Path, seed: int = 8) -> Path:
 def transcript_reference(path: Path, audio: npt.NDArray[np.float32], **options: Any) -> list[dict[str, Any]]:
     """The segments of transformers' own `generate` for one recording: times in seconds, and tokens."""
     model, extractor = _oracle(path)
-    model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    model.generation_config = transformers.GenerationConfig.from_pretrained(path, trust_remote_code=False)
     long = {"truncation": False, "padding": "longest"} if len(audio) > extractor.n_samples else {}
     features = extractor(audio, sampling_rate=RATE, return_tensors="pt", **long).input_features
     with torch.no_grad():

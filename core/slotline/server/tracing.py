@@ -33,6 +33,8 @@ OPERATIONS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
     "/rerank": "rerank",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/audio/translations": "translation",
 }
 """`gen_ai.operation.name` by path. Other paths have no span."""
 _PARAMETERS = {

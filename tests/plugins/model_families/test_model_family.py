@@ -528,7 +528,7 @@ def test_an_unknown_architecture_is_named_with_its_served_family(llama: Path) ->
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        ({"architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"architectures": ["LEDForConditionalGeneration"], "is_encoder_decoder": True}, "encoder-decoder"),
         ({"architectures": None}, "none named; model_type 'llama'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized weights"),
         ({"num_attention_heads": "many"}, "no valid configuration"),

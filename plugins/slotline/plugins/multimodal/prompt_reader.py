@@ -138,7 +138,7 @@ class PromptReader:
         """Insert items into the prompt and shift the features of other modalities."""
         placeholder, embedded = self.placeholders[modality], self._embedded[modality]
         found = [index for index, token in enumerate(tokens) if token == placeholder]
-        expanded = _expanded_starts(tokens, embedded, items)
+        expanded = _expanded_starts(tokens, embedded, items, joined=self._join is not _concatenated)
         if expanded is None and len(found) != len(items):
             raise RequestError(
                 f"the prompt has {len(found)} {modality} placeholder tokens (token {placeholder}) and multi_modal_data "
@@ -212,19 +212,25 @@ def _moved(feature: Feature, moves: Int) -> Feature:
     )
 
 
-def _expanded_starts(tokens: list[int], placeholder: int, items: list[ProcessedItem]) -> list[int] | None:
-    """Return the starts of the items' tokens in a prompt that already has them, else None."""
+def _expanded_starts(
+    tokens: list[int], placeholder: int, items: list[ProcessedItem], *, joined: bool
+) -> list[int] | None:
+    """Return the starts of the items' tokens in a prompt that already has them, else None.
+
+    Args:
+        joined: True if text at the ends of an item may have been joined with the prompt's. It is not compared then.
+    """
     starts = []
     position = 0
     for item in items:
         wanted = list(item.token_ids)
         own = [index for index, token in enumerate(wanted) if token == placeholder] or [0]
-        core = wanted[own[0] : own[-1] + 1]  # at whose ends text may have been joined with the prompt's
-        start = _next(tokens, placeholder, position)
-        if tokens[start : start + len(core)] != core:
+        first, end = (own[0], own[-1] + 1) if joined else (0, len(wanted))
+        start = _next(tokens, placeholder, position) - own[0]
+        if start + first < position or tokens[start + first : start + end] != wanted[first:end]:
             return None
-        starts.append(start - own[0])
-        position = start + len(core)
+        starts.append(start)
+        position = start + end
     return starts if _next(tokens, placeholder, position) == len(tokens) else None
 
 
