@@ -32,8 +32,6 @@ SERVED = {
     "cohere2": "Cohere2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "nanochat": "NanoChatForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "minimax": "MiniMaxForCausalLM",
@@ -41,6 +39,8 @@ SERVED = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
 }
 """Model type -> architecture, one for each way to name parts, to make logits, to count positions and to keep states."""
+
+GEMMA3 = "Gemma3ForConditionalGeneration"
 
 SPARSE_M3 = {
     "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
@@ -159,10 +159,10 @@ def test_a_large_model_is_checked_by_a_small_copy(made: Made, monkeypatch: pytes
 
 
 def test_the_plan_says_that_encoders_are_left_out(made: Made) -> None:
-    facts = TransformersDecoder().inspect(made("gemma3", SERVED["gemma3"]))
+    facts = TransformersDecoder().inspect(made("gemma3", GEMMA3))
     assert facts.notes == (
         "Gemma3ForCausalLM is vetted: the tests compare it with transformers",
-        f"only the text part of {SERVED['gemma3']} is served, as Gemma3ForCausalLM: its encoders are left out",
+        f"only the text part of {GEMMA3} is served, as Gemma3ForCausalLM: its encoders are left out",
     )
     assert "vision" not in " ".join(name for name, _ in load(facts.path).hf_model.named_parameters())
 

@@ -85,8 +85,8 @@ def send_order(run: Run) -> None:
 def _send_late(joined: Joined, late: float, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
     time.sleep(late)
     found = [getattr(joined.communicator, name)(x.to(joined.device), *rest) for name, (x, *rest) in calls]
-    joined.communicator.all_reduce(torch.zeros(1, device=joined.device))  # no rank leaves before all have received
     joined.wait()
+    joined.meet()
     return found
 
 

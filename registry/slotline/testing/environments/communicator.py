@@ -322,6 +322,8 @@ def make_calls(joined: Joined, calls: Sequence[tuple[str, tuple[Any, ...]] | Non
             raise AssertionError(f"{name} returned {type(found).__name__}, expected a tensor on {own.device}")
         else:
             results.append(found)
+    if any(call is None or call[0] in ("send", "receive") for call in calls):
+        joined.meet()
     return results
 
 

@@ -84,6 +84,11 @@ class Joined:
         """Wait until a rank has said something."""
         distributed.distributed_c10d._get_default_store().wait([what], _JOIN_TIMEOUT)
 
+    def meet(self) -> None:
+        """Wait for the other ranks: one that leaves early ends what others still receive of it."""
+        with suppress(RuntimeError):  # of a rank that failed and is gone
+            distributed.barrier()
+
     def wait(self) -> None:
         """Wait until the device has done its work."""
         if self.device.type != "cpu":
