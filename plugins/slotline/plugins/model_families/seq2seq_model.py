@@ -7,7 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from slotline.plugins.model_families import checkpoint, weight_sizes
@@ -125,7 +124,7 @@ class Seq2SeqModel(EncoderDecoderModel):
 
 
 def _item(tokens: torch.Tensor) -> ProcessedItem:
-    places = np.full(len(tokens), MODALITY.placeholder_token_id).tolist()
+    places = [MODALITY.placeholder_token_id] * len(tokens)
     return ProcessedItem(modality=MODALITY.name, token_ids=places, inputs={"input_ids": tokens})
 
 

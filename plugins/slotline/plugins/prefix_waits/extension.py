@@ -6,8 +6,6 @@ and keep a copy of it. So the first of them goes ahead, and the others join when
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 from attrs import frozen
 
 from slotline.builder.parts import Parts
@@ -52,7 +50,7 @@ class PrefixWaits:
         """Return False while a running request computes enough of what this one needs next."""
         if not self._coming or request.leader is not None or request.whole_prompt:
             return True
-        return self._shared_tokens(request) < self._fewest
+        return not self._must_wait(request)
 
     def give_back(self, request: Request) -> None:
         """Do nothing: no request takes anything here."""
@@ -79,14 +77,21 @@ class PrefixWaits:
         self._owners.clear()
         self._coming.clear()
 
-    def _shared_tokens(self, request: Request) -> int:
-        """Return the tokens of a request's prefix that running requests compute and that cannot be found yet."""
+    def _must_wait(self, request: Request) -> bool:
+        """Return True if running requests compute enough of a request's prefix that cannot be found yet."""
         count = self._pieces(len(request.prompt_token_ids))
         hashes = extend_hashes(request, request.token_array.astype("int32"), count, self._piece)[:count]
         step = self._group.block_size // self._piece
-        ends = hashes[step - 1 :: step]
-        lacking = [one for one in ends if self._pool.lookup(self._group.index, one) is None]
-        return sum(1 for _ in takewhile(lambda one: self._owner(one) is not None, lacking)) * self._group.block_size
+        shared = 0
+        for one in hashes[step - 1 :: step]:
+            if self._pool.lookup(self._group.index, one) is not None:
+                continue
+            if self._owner(one) is None:
+                return False
+            shared += self._group.block_size
+            if shared >= self._fewest:  # a long prompt is not looked through to its end at each step
+                return True
+        return False
 
     def _owner(self, piece: BlockHash) -> _Owner | None:
         """Return the request that is computing a piece. Forget those that have computed all of theirs."""
