@@ -54,5 +54,5 @@ def test_greedy_text_with_a_tree_is_the_same_and_more_of_it_stands_than_of_a_cha
         lengths[name] = llm.engine.extension("drafts").drafting.counts.acceptance_length
         if name == "medusa_tree":
             (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
-            assert setting.resolved == "tree", setting.origin
+            assert setting.resolved == "request_trees", setting.origin
     assert lengths["medusa_tree"] > lengths["medusa"] + 0.1, lengths

@@ -164,6 +164,7 @@ def test_a_common_prefix_is_served_apart_where_many_tokens_read_a_long_one() -> 
 
 
 TREE = (-1, 0, 1, -1, 3, 0, 4, 3)
+BUSHY = (-1, -1, -1, 0, 2, 4, 4, 1)
 TREES: dict[str, tuple[tuple[tuple[tuple[int, int], int], ...], dict[str, Any]]] = {
     "verify": ((((9, 40), 8), ((9, 137), 8), ((7, 49), 6), ((9, 9), 8)), {}),
     "mixed": ((((1, 17), 0), ((9, 300), 8), ((12, 60), 8), ((20, 20), 0), ((5, 5), 4), ((1, 1), 1)), {}),
@@ -173,6 +174,7 @@ TREES: dict[str, tuple[tuple[tuple[tuple[int, int], int], ...], dict[str, Any]]]
     "alibi": ((((9, 40), 8), ((12, 60), 8), ((5, 5), 4)), {"alibi": True}),
     "alibi and a window": ((((9, 140), 8), ((7, 70), 6)), {"alibi": True, "window": 9}),
     "long window": ((((9, 140), 8), ((1, 30), 0), ((7, 70), 6)), {"window": 40}),
+    "own trees": ((((9, 140), 8), ((1, 30), 0), ((3, 70), 6)), {"request_parents": (TREE, TREE, BUSHY), "window": 7}),
 }
 
 

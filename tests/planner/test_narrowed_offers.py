@@ -33,9 +33,9 @@ def test_trees_are_chains_where_the_probe_takes_tree_masks_back(tiny: Tiny) -> N
     found = planned(tiny("llama"), **inline("attention"), **TREE, **{"attention.backend": "narrow"})
     assert setting(found, "drafter.tree").resolved == "chain"
     assert "attention backend 'narrow': tree mask" in setting(found, "drafter.tree").origin
-    assert not found.trees
+    assert found.draft_form == "chain"
     beside = planned(tiny("llama"), **inline("attention"), **TREE, **{"attention.backend": "torch"})
-    assert beside.trees
+    assert beside.draft_form == "request_trees"
 
 
 def test_a_drafter_whose_probe_takes_trees_back_proposes_none(tiny: Tiny) -> None:

@@ -221,7 +221,8 @@ def test_auto_says_why(tiny: Tiny) -> None:
     asked, resolved, origin, _ = decision(planned(path, **trees, **{"attention.backend": "torch"}))
     assert (asked, resolved) == ("auto", "false")
     assert "'tree': its trees are verified whole" in origin
-    assert decision(planned(path, **trees, **{"attention.backend": "cpu"}))[1] == "true"  # as chains
+    chains = {"attention.backend": "cpu", "batch_invariant": True}
+    assert decision(planned(path, **trees, **chains))[1] == "true"
     assert all(setting.key != "drafter.adaptive" for setting in planned(path).plan.settings)
 
 

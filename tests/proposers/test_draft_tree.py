@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.draft_tree import DraftTree, TreesByRow, VerifiedTrees, first_paths
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.testing.oracles.drafter import verify_by_match
 from tests.proposers.test_drafting import drafted_by, pool_of
@@ -37,15 +37,18 @@ TREE = {
 
 
 class Branches:
-    """Knows what will come and puts it on some path of a fixed tree, wrong tokens everywhere else."""
+    """Knows what will come and puts it on some path of a fixed tree, wrong tokens everywhere else.
+
+    With `differ` each request of each proposal has another tree.
+    """
 
     def __init__(
-        self, prompts: list[list[int]], texts: list[list[int]], right: float, vocab: int, seed: int = 0
+        self, prompts: list[list[int]], texts: list[list[int]], right: float, vocab: int, *, differ: bool = False
     ) -> None:
+        self.differ = differ
         self.texts = {tuple(p): t for p, t in zip(prompts, texts, strict=True)}
         self.right, self.vocab, self.rng = right, vocab, Random(0)
         self.rows: dict[int, list[int]] = {}
-        self.tree = DraftTree.of(np.array(PARENTS))
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
         self.rows[row] = prompt_token_ids
@@ -55,14 +58,18 @@ class Branches:
 
     def propose(self, batch: DraftBatch) -> Draft:
         ids = np.array([[self.rng.randrange(self.vocab) for _ in PARENTS] for _ in batch.rows])
+        parents = np.tile(PARENTS, (len(ids), 1))
         for i, row in enumerate(batch.rows.tolist()):
+            if self.differ:
+                parents[i] = [self.rng.randrange(max(-1, node - 3), node) for node in range(len(PARENTS))]
+            tree = DraftTree.of(parents[i])
             prompt = self.rows[row]
             coming = self.texts[tuple(prompt)][int(batch.num_tokens[i]) - len(prompt) :]
             node = self.rng.randrange(len(PARENTS))
-            for depth, passed in enumerate(self.tree.paths[node][: self.tree.depths[node]]):
+            for depth, passed in enumerate(tree.paths[node][: tree.depths[node]]):
                 if depth < len(coming) and self.rng.random() < self.right:
                     ids[i, passed] = coming[depth]
-        return Draft(token_ids=torch.from_numpy(ids), parents=torch.tensor(PARENTS))
+        return Draft(token_ids=torch.from_numpy(ids), parents=torch.from_numpy(parents if self.differ else parents[0]))
 
 
 # ---- the form
@@ -72,19 +79,20 @@ def trees(most: int = 9) -> st.SearchStrategy[list[int]]:
     return st.integers(1, most).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))).map(list)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**32)), min_size=1, max_size=5), trees())
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**32), trees()), min_size=1, max_size=5))
 @settings(max_examples=300, deadline=None)
-def test_the_path_that_stands_is_that_of_the_oracle(requests: list[tuple[int, int]], parents: list[int]) -> None:
-    """Requests with different numbers of the tree's nodes, over a vocabulary of three, so that branches are equal."""
-    tree = DraftTree.of(np.array(parents))
-    tokens, nodes, drafts, expected = [], [], [], []
-    for count, seed in requests:
+def test_the_path_that_stands_is_that_of_the_oracle(requests: list[tuple[int, int, list[int]]]) -> None:
+    """Requests with some nodes of a tree of their own, over a vocabulary of three, so that branches are equal."""
+    table = TreesByRow(len(requests), max(len(parents) for *_, parents in requests))
+    tokens, nodes, drafts, expected, whose = [], [], [], [], []
+    for row, (count, seed, parents) in enumerate(requests):
+        table.write(np.array([row]), np.array([parents]))
         rng, count = Random(seed), min(count, len(parents))
         draft = [rng.randrange(3) for _ in range(count)]
         answers = [rng.randrange(3) for _ in range(count + 1)]  # the model's token behind the root and each node
         by_prefix = {}
 
-        def choose(taken: tuple[int, ...], draft=draft, answers=answers, count=count) -> int:
+        def choose(taken: tuple[int, ...], draft=draft, answers=answers, count=count, parents=parents) -> int:
             node = -1
             for token in taken:
                 node = next(i for i in range(count) if parents[i] == node and draft[i] == token)
@@ -95,11 +103,13 @@ def test_the_path_that_stands_is_that_of_the_oracle(requests: list[tuple[int, in
         nodes += range(count + 1)
         drafts += [0, *draft]
         expected.append(list(by_prefix))
-    stands = tree.accepted(np.array(tokens), np.array(nodes), np.array(drafts))
+        whose += [row] * (count + 1)
+    verified = VerifiedTrees.of(np.array(nodes), table.parents[whose], table.depths[whose])
+    stands = verified.accepted(np.array(tokens), np.array(drafts))
     first = np.flatnonzero(np.array(nodes) == 0)
     parts = np.split(np.where(stands, np.array(tokens), -1), first[1:])
     assert [[int(t) for t in part if t >= 0] for part in parts] == expected
-    kept = tree.num_kept(np.array(nodes)[stands])
+    kept = verified.num_kept(np.flatnonzero(stands))
     path_nodes = np.split(np.array(nodes)[stands], np.flatnonzero(np.array(nodes)[stands] == 0)[1:])
     for path, found in zip(path_nodes, np.split(kept, np.cumsum([len(p) for p in path_nodes])[:-1]), strict=True):
         run = 0
@@ -113,7 +123,12 @@ def test_paths_depths_and_the_first_path() -> None:
     assert tree.depths.tolist() == [1, 2, 2, 1, 3]
     assert tree.paths.tolist() == [[0, -1, -1], [0, 1, -1], [0, 2, -1], [3, -1, -1], [0, 2, 4]]
     assert tree.first_path.tolist() == [0, 1]
-    assert tree.positions(np.array([0, 1, 5])).tolist() == [0, 1, 3]
+    table = TreesByRow(2, 5)
+    table.write(np.array([1]), np.array([[-1, 0, 0, -1]]))
+    assert table.depths.tolist() == [[1, 2, 3, 4, 5], [1, 2, 2, 1, 1]]
+    assert table.paths[1, :, :2].tolist() == [[0, -1], [0, 1], [0, 2], [3, -1], [4, -1]]
+    assert table.num_chained(np.arange(2)).tolist() == [5, 2]
+    assert first_paths(np.array([[5, 6, 7, 8]]), np.array([[-1, -1, 0, 2]])).tolist() == [[5, 7, 8, -1]]
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, -2], [-1, 2, 0]])
@@ -136,7 +151,7 @@ def test_texts_are_the_same_with_trees(tiny: Tiny, engines: Engines, family: str
     counts = llm.engine.extension("drafts").drafting.counts
     for params in (GREEDY, SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected, before = tokens_of(plain, prompts, params), counts.accepted
-        with drafted_by(llm, Branches(prompts, expected, right, 384)):
+        with drafted_by(llm, Branches(prompts, expected, right, 384, differ=right == 0.8)):
             assert tokens_of(llm, prompts, params) == expected
         assert counts.failures == 0
         assert counts.accepted - before > (30 if right else -1)
@@ -153,7 +168,7 @@ def test_chunks_preemption_and_prefix_hits_change_nothing(tiny: Tiny, engines: E
     prompts = random_prompts([rng.randint(1, 30) for _ in range(60)], seed=5)
     prompts = [rng.choice(heads) + p[:8] if rng.random() < 0.5 else p for p in prompts]
     expected = tokens_of(plain, prompts)
-    with drafted_by(llm, Branches(prompts, expected, 0.9, 384)):
+    with drafted_by(llm, Branches(prompts, expected, 0.9, 384, differ=True)):
         requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
         run_all(llm)
     assert [r.output_token_ids for r in requests] == expected
@@ -187,18 +202,22 @@ def test_processors_and_logprobs_are_those_of_the_path(tiny: Tiny, engines: Engi
 
 
 def test_without_tree_masks_the_first_path_is_verified_and_explain_says_why(tiny: Tiny, engines: Engines) -> None:
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **TREE, backend="cpu")
+    plugins = (TREE_DRAFTER, f"{SUPPORT / 'partial_trees.py'}:descriptor")
+    llm = engines(tiny("mistral"), **{**TREE, "plugins.inline": plugins, "backend": "partial_trees"})
+    plain = engines(tiny("mistral"))
     prompts = random_prompts((5, 12), seed=3)
     assert "drafter.tree" in llm.plan.explain()
     (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == "chain"
-    assert "'cpu': tree mask: needs it" in setting.origin
+    assert "'partial_trees': tree mask: needs it" in setting.origin
     expected = tokens_of(plain, prompts)
-    with drafted_by(llm, Branches(prompts, expected, 1.0, 384)):
-        assert tokens_of(llm, prompts) == expected
-    assert llm.engine.extension("drafts").drafting.counts.accepted > 0
+    for differ in (False, True):
+        accepted = llm.engine.extension("drafts").drafting.counts.accepted
+        with drafted_by(llm, Branches(prompts, expected, 1.0, 384, differ=differ)):
+            assert tokens_of(llm, prompts) == expected
+        assert llm.engine.extension("drafts").drafting.counts.accepted > accepted
     (setting,) = [s for s in engines(tiny("llama"), **TREE).plan.settings if s.key == "drafter.tree"]
-    assert setting.resolved == "tree"
+    assert setting.resolved == "request_trees"
 
 
 @pytest.mark.parametrize(("family", "resolved"), [("llama", "tree"), ("mistral", "chain")])
@@ -210,6 +229,15 @@ def test_masks_that_a_backend_has_for_other_layers_alone_are_not_counted_on(
     (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == resolved
     assert ("tree mask: needs it, not implemented with sliding_window" in setting.origin) == (resolved == "chain")
+    assert ("all requests get the same tree; attention backend" in setting.origin) == (resolved == "tree")
+    prompts = random_prompts((5, 12), seed=3)
+    expected, failures = tokens_of(engines(tiny(family)), prompts), 0
+    for differ in (False, True):  # trees that differ cost their drafts where one for all was negotiated
+        with drafted_by(llm, Branches(prompts, expected, 1.0, 384, differ=differ)):
+            assert tokens_of(llm, prompts) == expected
+        counts = llm.engine.extension("drafts").drafting.counts
+        assert (counts.failures > failures) == (differ and resolved == "tree")
+        failures = counts.failures
 
 
 def test_a_tree_that_is_none_costs_drafts_and_nothing_else(tiny: Tiny, engines: Engines) -> None:

@@ -236,7 +236,7 @@ def test_choices_that_are_no_tree_are_refused(choices: Any, message: str) -> Non
         ordered(choices)
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"], ids=["tree", "chain"])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_texts_are_the_same_with_the_tree(tiny: Tiny, engines: Engines, tmp_path: Path, backend: str) -> None:
     path, folder = tiny("llama", vocab_size=8), written(tmp_path / "heads", heads_of(64, 8), "shared")
     plain = engines(path)
@@ -256,7 +256,7 @@ def test_texts_are_the_same_with_the_tree(tiny: Tiny, engines: Engines, tmp_path
     assert llm.engine.extension("drafts").drafting.counts.accepted > 10
     assert llm.engine.extension("drafts").drafting.counts.failures == 0
     (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
-    assert setting.resolved == ("tree" if backend == "torch" else "chain")
+    assert setting.resolved == "request_trees"
 
 
 def test_a_tree_that_is_larger_than_asked_for_or_deeper_than_the_heads_is_refused(tmp_path: Path) -> None:

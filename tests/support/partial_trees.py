@@ -1,4 +1,7 @@
-"""Attention backends that have masks of trees, or plans for every replay, for layers without windows alone."""
+"""Attention backends that have masks of trees, or plans for every replay, for layers without windows alone.
+
+All requests have the same tree.
+"""
 
 from __future__ import annotations
 
@@ -11,5 +14,10 @@ LIMITS = tuple(
     Limit(when="sliding_window", capability=capability, offer=Flag(Support.NOT_IMPLEMENTED))
     for capability in ("tree_mask", "plan_once")
 )
-CAPABILITIES = evolve(reference.capabilities, plan_once=Flag(True), limits=(*reference.capabilities.limits, *LIMITS))
+CAPABILITIES = evolve(
+    reference.capabilities,
+    plan_once=Flag(True),
+    request_trees=Flag(Support.NOT_IMPLEMENTED),
+    limits=(*reference.capabilities.limits, *LIMITS),
+)
 descriptor = evolve(reference, name="partial_trees", capabilities=CAPABILITIES)

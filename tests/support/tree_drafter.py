@@ -15,7 +15,9 @@ class Tree:
         kind=Kind.DRAFTER,
         name="tree",
         factory="",
-        capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), tree=Flag(True)),
+        capabilities=DrafterCapabilities(
+            devices=Set(None), max_tokens=Max(), tree=Flag(True), request_trees=Flag(True)
+        ),
     )
 
     def __init__(self, context: DrafterContext) -> None:

@@ -107,6 +107,8 @@ class GraphCapturer(GraphRunner):
             prefixes=prefixes,
             variant=shape.variant,
         )
+        for prepare in self._extensions.prepare_captured:
+            inputs = prepare(inputs)
         attend = self._router.plan(inputs.batches)
         self._gatherer.assembler.mark()
         return inputs, attend

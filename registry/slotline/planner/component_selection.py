@@ -15,6 +15,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Candidate, GroupPlan, Need, Plan, Reason, Setting, candidates, part_reasons
+from slotline.registry.negotiation.graphs import required_level
 
 _NOT_SUPPLIED = {
     "needs_grammar": "the state of a grammar",
@@ -181,25 +182,54 @@ def refusal_of(candidate: Candidate, needs: Sequence[Need]) -> str | None:
 def choose_tree(
     loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, offers: Offers, *, stages: int
 ) -> Setting | None:
-    """Decide between verifying a drafter's trees as trees and their likeliest path as a chain. None without trees.
+    """Decide how a drafter's trees are verified. None without trees.
 
+    ``request_trees`` is a tree for each request, ``tree`` the same tree for all, ``chain`` the path of first children.
     Backends are chosen without regard to trees: a backend that slows every step costs more than a tree gains.
     """
     if drafter is None or not drafter.capabilities.tree.support:
         return None
-    wanted = Need(capability="tree_mask", value=True, origin="trees")
-    every = (text for group in plan.groups for text in _backend_refusals(loaded, offers, group, wanted))
-    texts = list(dict.fromkeys(every))
+    texts = _tree_refusals(loaded, plan, offers, "tree_mask")
     if plan.state_groups:
         texts.append("states follow one path")
     if stages > 1:
         texts.append(f"the model runs over {stages} pipeline stages")
+    form = "chain" if texts else "request_trees"
+    if form != "chain" and (texts := _tree_refusals(loaded, plan, offers, "request_trees")):
+        form, texts = "tree", ["all requests get the same tree", *texts]
     return Setting(
         key="drafter.tree",
-        asked="tree",
-        resolved="chain" if texts else "tree",
+        asked="request_trees" if drafter.capabilities.request_trees.support else "tree",
+        resolved=form,
         origin=f"drafter {drafter.name!r} proposes trees" + "".join(f"; {text}" for text in texts),
     )
+
+
+def _tree_refusals(loaded: LoadedConfig, plan: Plan, offers: Offers, capability: str) -> list[str]:
+    wanted = Need(capability=capability, value=True, origin="trees")
+    every = (text for group in plan.groups for text in _backend_refusals(loaded, offers, group, wanted))
+    return list(dict.fromkeys(every))
+
+
+def choose_tree_graphs(
+    loaded: LoadedConfig, tree: Setting | None, plan: Plan, offers: Offers
+) -> tuple[Setting | None, bool]:
+    """Decide if steps that verify trees replay graphs. Return the choice of `choose_tree` with the reason, and whether.
+
+    Trees of requests are captured in each group whose attention is captured in verifying steps. They have a fixed
+    number of nodes there.
+    """
+    if tree is None or tree.resolved == "chain" or dict(plan.graphs.phases).get("verify", "none") == "none":
+        return tree, False
+    texts = [] if tree.resolved == "request_trees" else ["masks that all requests share are not captured"]
+    trees = Need(capability="request_trees", value=True, origin="trees")
+    for group in plan.groups if not texts else ():
+        if group.captured("verify") or group.captured("mixed"):
+            level = required_level("verify")
+            wanted = Need(capability="graphs", value=level, origin="trees")
+            texts += _backend_refusals(loaded, offers, group, wanted, trees)
+    text = f"{tree.origin}; {'; '.join(('steps with trees are not captured', *texts))}" if texts else tree.origin
+    return evolve(tree, origin=text), not texts
 
 
 def choose_draft_graphs(
@@ -253,7 +283,7 @@ def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree:
         _refuse_without_drafter(loaded, key, asked, "there is no drafter whose drafts could be fewer")
         return None
     name, texts = f"drafter {drafter.name!r}", []
-    if tree is not None and tree.resolved == "tree":
+    if tree is not None and tree.resolved != "chain":
         texts.append(f"{name}: its trees are verified whole")
     if asked == "auto" and drafter.capabilities.probabilities.support:
         texts.append(f"{name} gives probabilities: a seed's text would depend on the lengths, and so on timing")
@@ -298,12 +328,12 @@ def plans_once(loaded: LoadedConfig, offers: Offers, group: GroupPlan) -> bool:
     )
 
 
-def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need) -> list[str]:
-    """Return the backend's reasons against one more need, given the layers' own needs, which may narrow it."""
+def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need, *more: Need) -> list[str]:
+    """Return the backend's reasons against further needs, given the layers' own needs, which may narrow it."""
     backend = offers[Kind.ATTENTION, group.backend]
     others = [Need(capability=feature, value=True, origin="model") for feature in _features(group.layers[0])]
     others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
-    reasons = part_reasons(backend.capabilities, (wanted, *others))
+    reasons = part_reasons(backend.capabilities, (wanted, *more, *others))
     return [f"attention backend {group.backend!r}: {reason.text}" for reason in reasons]
 
 

@@ -22,6 +22,7 @@ from slotline.planner.component_selection import (
     choose_structured_output,
     choose_task,
     choose_tree,
+    choose_tree_graphs,
     refuse_variance,
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
@@ -132,7 +133,8 @@ class Planned:
         shards: placement of a request's keys.
         max_model_len: longest sequence, in tokens.
         asynchronous: True if a step is prepared while the previous one runs.
-        trees: True if drafts that form trees are verified as trees.
+        draft_form: how drafts are verified, as `DrafterContext.form`.
+        captures_trees: True if steps that verify trees replay graphs, with a fixed number of nodes of each request.
         adaptive: True if the number of verified drafts adapts to what pays.
         captures_drafts: True if the drafter's own steps are captured.
         sampling_defaults: values for parameters that a request leaves out, by the names of `SamplingParams`.
@@ -168,7 +170,8 @@ class Planned:
     shards: ContextDevices
     max_model_len: int
     asynchronous: bool
-    trees: bool
+    draft_form: str
+    captures_trees: bool
     adaptive: bool
     captures_drafts: bool
     sampling_defaults: Mapping[str, Any]
@@ -438,6 +441,7 @@ def _negotiated(
     held = StateSpecBuilder(loaded, registry, offers, max_model_len).build(plan)
     plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, offers, stages=num_stages)
+    tree, captures_trees = choose_tree_graphs(loaded, tree, plan, offers)
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
     adaptive = choose_adaptive(loaded, drafter, tree)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
@@ -505,7 +509,8 @@ def _negotiated(
         shards=shards,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
-        trees=tree is not None and tree.resolved == "tree",
+        draft_form="chain" if tree is None else tree.resolved,
+        captures_trees=captures_trees,
         adaptive=adaptive is not None and adaptive.resolved == "true",
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
         sampling_defaults=defaults.values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
-from slotline.registry.capability import Choice, Flag, Set
+from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -26,10 +26,26 @@ CAPABILITIES = AttentionCapabilities(
     soft_cap=Flag(True),
     sinks=Flag(True),
     alibi=Flag(True),
+    tree_mask=Flag(True),
+    request_trees=Flag(True),
     keys_ahead=KEYS_AHEAD,
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
-    limits=LIMITS,
+    limits=(
+        *LIMITS,
+        Limit(
+            when="alibi",
+            capability="tree_mask",
+            offer=Flag(Support.NOT_IMPLEMENTED),
+            note="the kernel counts ALiBi's distances in slots",
+        ),
+        Limit(
+            when="batch_invariant",
+            capability="tree_mask",
+            offer=Flag(Support.UNSUPPORTED),
+            note="a tree's nodes lie in other slots than a chain's",
+        ),
+    ),
     bounded_lengths=True,
     several_plans=True,
     priority=100,

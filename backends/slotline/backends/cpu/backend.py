@@ -25,8 +25,8 @@ MAX_KERNEL_QUERY = 16
 class Plan(NamedTuple):
     """Plan of one step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
 
-    `told` are the kernel's addresses and sizes of its arrays. `all_rows` is True if they and the prefills cover every
-    query token.
+    `told` are the kernel's addresses and sizes of its arrays, those of trees included. `all_rows` is True if they and
+    the prefills cover every query token.
     """
 
     num_tokens: int
@@ -86,7 +86,7 @@ class CpuBackend:
         arrays, told, taken = self._kernel_arrays(batch)
         prefills: list[Prefill] = []
         if taken < batch.num_tokens:
-            prefills = cut_prefills(batch, self._longest, self._window, self._block_size)
+            prefills = cut_prefills(batch, self._longest, self._window, self._block_size)  # none has nodes of a tree
         done = taken + sum(prefill.query_len for prefill in prefills)
         return Plan(batch.num_tokens, rows, arrays, told, prefills, done == batch.num_tokens)
 
@@ -94,8 +94,9 @@ class CpuBackend:
         """Return the arrays for `kernels.attend`, their addresses and sizes, and the number of query tokens covered."""
         starts = np.ascontiguousarray(batch.query_start_loc_cpu)
         lens = np.ascontiguousarray(batch.seq_lens[: batch.num_requests].numpy())  # exact, unlike the host's
-        pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 5), np.int64)
-        count = kernels.cut_pieces(starts, lens, self._piece, self._longest, self._window, pieces)
+        pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 6), np.int64)
+        nodes = np.zeros_like(lens) if batch.tree is None else np.ascontiguousarray(batch.tree.num_nodes)
+        count = kernels.cut_pieces(starts, lens, nodes, self._piece, self._longest, self._window, pieces)
         if not count:
             return (), (), 0
         pieces = pieces[:count]
@@ -104,9 +105,10 @@ class CpuBackend:
         kernels.partition(pieces, self._kv_heads, self._threads, self._min_split, items, bins)
         taken = int(pieces[:, kernels.QUERY_LEN].sum())
         tables = np.ascontiguousarray(batch.block_table.numpy())
-        arrays = (items, pieces, tables, bins)
+        masks, trees = _trees(batch)
+        arrays = (items, pieces, tables, bins, *masks)
         at = [array.ctypes.data for array in arrays]
-        return arrays, (*at[:3], tables.shape[1], at[3], self._threads, *self._room), taken
+        return arrays, (*at[:3], tables.shape[1], at[3], self._threads, *self._room, *trees), taken
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         bound = self._bind(layer, cache)
@@ -176,6 +178,15 @@ def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, slopes: npt.ND
     return Bound(
         cache, shape, scalars, (shape.ctypes.data, scalars.ctypes.data, slopes.ctypes.data, len(slopes), *addresses)
     )
+
+
+def _trees(batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[int, ...]]:
+    """Return the masks and depths of a batch's trees, and what the kernel is told of them."""
+    if batch.tree is None:
+        return (), (kernels.NO_SINKS.ctypes.data, 0, kernels.NO_SINKS.ctypes.data, 0, 0)
+    sees, depths = (np.ascontiguousarray(part.numpy()) for part in batch.tree[:2])
+    most, own = depths.shape[-1], depths.ndim > 1
+    return (sees, depths), (sees.ctypes.data, most * most * own, depths.ctypes.data, most * own, most)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,17 +45,22 @@ NO_SINKS = np.empty(0, np.float32)
 NO_SLOPES = np.empty(0, np.float32)
 
 # A piece: query tokens of one request that share one pass over its keys [START, END).
-REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
+# The keys from KNOWN on are nodes of the request's tree.
+REQUEST, FIRST_TOKEN, QUERY_LEN, START, END, KNOWN = range(6)
 # An item: keys [FROM, TO) of one KV head of one piece; PARTIAL is where an unfinished result goes, -1 for none.
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
 # The shape of a layer and its cache, GROUP query heads per KV head; strides in elements.
 BLOCK, WINDOW, GROUP, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(9)
 # What a call of attention is told, all int64: addresses, numbers of elements, strides in elements. First of the plan,
 ITEMS, PIECES, TABLES, TABLE_WIDTH, STARTS, THREADS, WORK, WORK_WIDTH, PARTS, PARTS_WIDTH = range(10)
+# of its trees: bool masks and int64 depths, elements between requests, nodes of a mask's row,
+SEES, SEES_STRIDE, DEPTHS, DEPTHS_STRIDE, NUM_NODES = range(10, 15)
 # then of the layer and its cache,
-SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES = range(10, 16)
+SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES = range(15, 21)
 # then of the call.
-SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(16, 24)
+SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(21, 29)
+NO_TREE = 1 << 40
+"""`KNOWN` of a piece whose keys are no nodes."""
 
 
 _inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -194,23 +199,27 @@ def cut_rows(slots: Any, block_size: Any, rows: Any) -> Any:
 
 
 @_entry()
-def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, window: Any, pieces: Any) -> Any:
-    """Fill `pieces` [n, 5] with the queries of requests of at most `longest` query tokens, `max_rows` tokens each.
+def cut_pieces(
+    query_start: Any, seq_lens: Any, nodes: Any, max_rows: Any, longest: Any, window: Any, pieces: Any
+) -> Any:
+    """Fill `pieces` [n, 6] with the queries of requests of at most `longest` query tokens, `max_rows` tokens each.
 
+    `nodes` [requests] are the last tokens of each that are nodes of a tree. Such a request may have more query tokens.
     Returns their number. Requests without query tokens or keys have no piece.
     """
     count = 0
     for request in range(seq_lens.shape[0]):
         first, end, keys = query_start[request], query_start[request + 1], seq_lens[request]
-        if keys == 0 or end - first > longest:
+        if keys == 0 or (end - first > longest and nodes[request] == 0):
             continue
+        known = keys - nodes[request] if nodes[request] > 0 else NO_TREE
         while first < end:
             rows = min(max_rows, end - first)
             seen = keys - (end - first - rows)
-            start = max(0, seen - rows + 1 - window) if window > 0 else 0
+            start = max(0, min(seen - rows, known) + 1 - window) if window > 0 else 0
             piece = pieces[count]
             piece[REQUEST], piece[FIRST_TOKEN], piece[QUERY_LEN] = request, first, rows
-            piece[START], piece[END] = start, seen
+            piece[START], piece[END], piece[KNOWN] = start, seen, known
             count += 1
             first += rows
     return count
@@ -275,10 +284,11 @@ def _score_tile(query: Any, scores: Any, offsets: Any, keys: Any, count: Any, nu
 
 @_inner(fastmath=True)
 def _soften_tile(
-    scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any
+    scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any, hidden: Any
 ) -> None:
     """Turn one row of scores [TILE], visible from `low` to `high`, into weights, and update top, norm and acc.
 
+    Keys that are `hidden` [high or 0] are not visible either.
     `own` is the index in the tile of the row's own key, from which ALiBi's `slope` counts.
     """
     for j in range(low):
@@ -291,6 +301,9 @@ def _soften_tile(
     if slope != np.float32(0.0):
         for j in range(low, high):
             scores[j] += slope * np.float32(j - own)
+    for j in range(hidden.shape[0]):
+        if hidden[j]:
+            scores[j] = NO_SCORE
     best = top[0]
     for j in range(TILE):
         best = max(best, scores[j])
@@ -350,7 +363,9 @@ def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offs
 
 
 @_inlined()
-def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
+def _run_item(
+    item: Any, piece: Any, table: Any, trees: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any
+) -> None:
     """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised."""
     shape, scalars, _, slopes = layer
     keys, values = cache
@@ -364,6 +379,9 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
     for x in range(rows * group * size_v):
         acc[x] = np.float32(0.0)
     k_offsets, v_offsets = offsets[:TILE], offsets[TILE:]
+    sees, depths, num_nodes = trees
+    known = piece[KNOWN]
+    hidden = np.zeros(TILE, np.bool_)
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
         _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
@@ -371,7 +389,15 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
         for i in range(rows):
             last = piece[END] - rows + i
             high = min(count, last + 1 - at)
-            low = max(0, last - window + 1 - at) if window > 0 else 0
+            place = last if last < known else known + depths[last - known]
+            low = max(0, place - window + 1 - at) if window > 0 else 0
+            masked = 0
+            if at + high > known:
+                masked = high
+                for j in range(low, high):
+                    node = at + j - known
+                    away = node >= 0 and window > 0 and known + depths[node] <= place - window
+                    hidden[j] = node >= 0 and (away or not sees[(last - known) * num_nodes + node])
             for row in range(i * group, i * group + group):
                 line = scores[row * TILE : row * TILE + TILE]
                 if low >= high:
@@ -381,7 +407,7 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
                     sums = acc[row * size_v : row * size_v + size_v]
                     slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
                     best, total = top[row : row + 1], norm[row : row + 1]
-                    _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at)
+                    _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at, hidden[:masked])
         _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
 
 
@@ -442,7 +468,9 @@ def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
 
 
 @_inlined()
-def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
+def _run_thread(
+    thread: Any, plan: Any, trees: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any
+) -> None:
     """Run one thread's items. Finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
     tag, size_tag, size_v_tag = tags
@@ -459,7 +487,10 @@ def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targ
         head, table = item[HEAD], tables[piece[REQUEST]]
         _load_query(source, piece, head, query_stride, layer[1][0], scratch[0], group * size)
         result = own if item[PARTIAL] < 0 else _split_result(parts[item[PARTIAL]], max_rows, size_v)
-        _run_item(item, piece, table, layer, cache, scratch, result, (size_tag, size_v_tag))
+        nodes = trees[4]
+        see_at, depth_at = piece[REQUEST] * trees[1], piece[REQUEST] * trees[3]
+        tree = (trees[0][see_at : see_at + nodes * nodes], trees[2][depth_at : depth_at + nodes], nodes)
+        _run_item(item, piece, table, tree, layer, cache, scratch, result, (size_tag, size_v_tag))
         if item[PARTIAL] < 0:
             _store(piece, head, result, layer[2], targets, tag, group, size_v_tag)
 
@@ -543,7 +574,7 @@ def attend(address: Any, told: Any, threads: Any) -> None:
 
     Args:
         address: of what `compile_attend` made.
-        told: [24] int64, see `ITEMS` and the constants after it.
+        told: [29] int64, see `ITEMS` and the constants after it.
         threads: among which the plan is shared.
     """
     for thread in prange(threads):
@@ -556,13 +587,13 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
     """Compile a C function of `told`'s address and a thread, for keys of `size` and values of `size_v` elements.
 
     It computes the thread's share. For thread -1, after all others, it merges the partial results. Arrays: items [n,
-    5], starts [threads + 1], pieces [p, 5] and shape int64, block tables [requests, blocks] int32, work [threads, .],
+    5], starts [threads + 1], pieces [p, 6] and shape int64, block tables [requests, blocks] int32, work [threads, .],
     partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads] or empty float32,
     query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
     """
     size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
     q_tag, kv_tag = TAGS[dtype], TAGS[cache_dtype]
-    ints, ids, floats = (np.empty(0, kind) for kind in (np.int64, np.int32, np.float32))
+    ints, ids, floats, bools = (np.empty(0, kind) for kind in (np.int64, np.int32, np.float32, np.bool_))
 
     def share(told_at: Any, thread: Any) -> None:
         many, unbounded = 1 << 40, 1 << 60
@@ -570,10 +601,17 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
         plan = (
             carray(_pointer(told[ITEMS], ints), (many, 5)),
             carray(_pointer(told[STARTS], ints), told[THREADS] + 1),
-            carray(_pointer(told[PIECES], ints), (many, 5)),
+            carray(_pointer(told[PIECES], ints), (many, 6)),
             carray(_pointer(told[TABLES], ids), (many, told[TABLE_WIDTH])),
             carray(_pointer(told[WORK], floats), (many, told[WORK_WIDTH])),
             carray(_pointer(told[PARTS], floats), (many, told[PARTS_WIDTH])),
+        )
+        trees = (
+            carray(_pointer(told[SEES], bools), unbounded),
+            told[SEES_STRIDE],
+            carray(_pointer(told[DEPTHS], ints), unbounded),
+            told[DEPTHS_STRIDE],
+            told[NUM_NODES],
         )
         layer = (
             carray(_pointer(told[SHAPE], ints), unbounded),
@@ -587,7 +625,7 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
         targets = (out, told[OUT_STRIDE], lse, told[LSE_STRIDE])
         tags = (q_tag, size_tag, size_v_tag)
         if thread >= 0:
-            _run_thread(thread, plan, layer, cache, query, targets, tags)
+            _run_thread(thread, plan, trees, layer, cache, query, targets, tags)
         else:
             _finish_partials(plan, layer, targets, tags)
 

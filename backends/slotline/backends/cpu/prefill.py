@@ -47,7 +47,7 @@ class Prefill(NamedTuple):
 
 
 def cut_prefills(batch: AttentionBatch, longer_than: int, window: int, block_size: int) -> list[Prefill]:
-    """Return the requests of more than `longer_than` query tokens, as calls of flash attention.
+    """Return the requests of more than `longer_than` query tokens and without trees, as calls of flash attention.
 
     A window of 0 is none.
     """
@@ -55,7 +55,8 @@ def cut_prefills(batch: AttentionBatch, longer_than: int, window: int, block_siz
     prefills = []
     for request, length in enumerate(batch.seq_lens[: batch.num_requests].tolist()):
         first, end = starts[request], starts[request + 1]
-        if end - first <= longer_than or not length:
+        nodes = 0 if batch.tree is None else batch.tree.num_nodes[request]
+        if end - first <= longer_than or not length or nodes:
             continue
         plain = length == end - first and (not window or window >= length)
         step = end - first if plain else MAX_MASKED_QUERY

@@ -30,6 +30,7 @@ descriptor = Descriptor(
         position_bias=Flag(True),
         mla=Flag(True),
         tree_mask=Flag(True),
+        request_trees=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
         lse=Flag(True, "natural log; a sink counts as one more key"),

@@ -165,7 +165,11 @@ class TorchBackend:
             start = batch.query_start_loc[request].long()  # [B, 1]
             visible = {reach: _visible_in_encoder(keys, last_seen, tokens - start, reach) for reach in self._reaches}
             return Group(tokens, start + position, position, visible)
-        first_seen = torch.stack([_first_seen(last_seen[:, :1], reach) for reach in self._reaches]).amin(0)  # [B, 1]
+        begin = last_seen[:, :1]
+        if batch.tree is not None:  # a node's place in a text may be before its slot
+            known = batch.seq_lens_cpu[: batch.num_requests] - batch.tree.num_nodes[: batch.num_requests]
+            begin = torch.minimum(begin, torch.from_numpy(known).to(device)[request])
+        first_seen = torch.stack([_first_seen(begin, reach) for reach in self._reaches]).amin(0)  # [B, 1]
         position = torch.maximum(position, first_seen)  # nor before the first one, where blocks may have been freed
         blocks = batch.block_table[request, position // self._block_size].long()
         offsets = position % self._block_size
@@ -383,10 +387,12 @@ def _visible_in_tree(
     num_keys, known_tokens = columns
     slots = num_keys - query_len + query  # [B, q], each query's own place in the cache
     node, key_node = slots - known_tokens, keys - known_tokens  # [B, q] and [B, L], below 0 for known tokens
-    most = len(tree.depths) - 1
-    position = torch.where(node < 0, slots, known_tokens + tree.depths[node.clamp(0, most)])
-    key_position = torch.where(key_node < 0, keys, known_tokens + tree.depths[key_node.clamp(0, most)])
-    path = tree.sees[node.clamp(0, most)[:, :, None], key_node.clamp(0, most)[:, None, :]]  # [B, q, L]
+    most = tree.depths.shape[-1] - 1
+    whose = torch.tensor([p.request if tree.depths.ndim > 1 else 0 for p in pieces], device=keys.device)[:, None]
+    depths, sees = (part if tree.depths.ndim > 1 else part[None] for part in (tree.depths, tree.sees))
+    position = torch.where(node < 0, slots, known_tokens + depths[whose, node.clamp(0, most)])
+    key_position = torch.where(key_node < 0, keys, known_tokens + depths[whose, key_node.clamp(0, most)])
+    path = sees[whose[:, :, None], node.clamp(0, most)[:, :, None], key_node.clamp(0, most)[:, None, :]]  # [B, q, L]
     below = (keys <= slots[:, :, None]) & (keys < num_keys)[:, None, :]
     seen = below & ((key_node < 0)[:, None, :] | (path & (node >= 0)[:, :, None]))
     visible = {

@@ -139,7 +139,10 @@ class TritonBackend:
 
     def plan(self, batch: AttentionBatch) -> Plan:
         plan = self._planned(batch)
-        return plan if batch.tree is None else plan._replace(nodes=self._uploaded(batch.tree.num_nodes))
+        if (tree := batch.tree) is None:
+            return plan
+        nodes = tree.num_nodes_device
+        return plan._replace(nodes=self._uploaded(tree.num_nodes) if nodes is None else nodes)
 
     def _uploaded(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         """Copy to the device without waiting, from pinned memory, which is kept until the copy is done."""
@@ -412,7 +415,8 @@ class TritonBackend:
             nodes,
             sees,
             depths,
-            len(depths),
+            depths.shape[-1],
+            depths.shape[-1] if depths.ndim > 1 else 0,
             launch.first,
             launch.end,
             lse if batch.common_prefix is None else batch.common_prefix,

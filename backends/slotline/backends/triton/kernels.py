@@ -207,7 +207,16 @@ def _ask(rows, real, size: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_nodes", "first", "num_requests", "num_splits", "first_part", "num_parts", "lse_head"]
+    do_not_specialize=[
+        "num_nodes",
+        "nodes_row",
+        "first",
+        "num_requests",
+        "num_splits",
+        "first_part",
+        "num_parts",
+        "lse_head",
+    ]
 )
 def attend(
     query,
@@ -226,6 +235,7 @@ def attend(
     sees,
     depths,
     num_nodes,
+    nodes_row,
     first,
     num_requests,
     prefix,
@@ -282,7 +292,8 @@ def attend(
     num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale` is for base 2 unless
     capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of all requests, "rest"
     for the keys after them. `has_tree`: the last nodes [requests] query tokens of each request are the first nodes of a
-    tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are ALiBi's, if
+    tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `nodes_row` is num_nodes if there is one for
+    each request, else 0. `slopes` [heads] are ALiBi's, if
     `has_slopes`. `peel` handles tiles without a mask in a separate loop. `early`: the next kernel may start, and this
     one waits for the previous one, which writes the queries and the newest keys and values. Positions of requests and
     pages are read before the wait. They are written before a step's first kernel, the lookup of embeddings, which does
@@ -324,6 +335,8 @@ def attend(
     first_place = length - query_len + block * block_q
     if has_tree:
         known = length - tl.load(nodes + request)
+        sees += request.to(tl.int64) * nodes_row * num_nodes
+        depths += request.to(tl.int64) * nodes_row
         node = position - known
         first_place = tl.minimum(first_place, known)
         if has_window or has_slopes:

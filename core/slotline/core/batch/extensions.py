@@ -82,6 +82,7 @@ class Extensions:
     plan: tuple[Callable[[ModelInputs], None], ...] = ()
     forward_kwargs: tuple[Callable[[ModelInputs], Mapping[str, Any]], ...] = ()
     captured_inputs: tuple[tuple[str, Callable[[ModelInputs], tuple[torch.Tensor, ...]]], ...] = ()
+    prepare_captured: tuple[Callable[[ModelInputs], ModelInputs], ...] = ()
     computed_by: tuple[Callable[[], Sequence[str]], ...] = ()
     capture_kwargs: tuple[Callable[..., Mapping[str, Any]], ...] = ()
     output_head: tuple[Callable[[Any], Any], ...] = ()  # of `ModelRunner`, gives an `OutputHead`

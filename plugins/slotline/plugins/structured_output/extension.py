@@ -280,10 +280,8 @@ class StructuredOutputs:
 
     def _force(self, drafts: DraftTable, rows: Int, most: int) -> None:
         force_drafts(drafts, self._states, rows, most, self.name)
-        if self._waiting and drafts.tree is not None:  # their grammars may begin in the middle of the drafts
-            cut = [row for row in rows.tolist() if row in self._waiting]
-            drafts.entry[cut] = -1
-            drafts.rows.num_spec_tokens[cut] = np.minimum(drafts.rows.num_spec_tokens[cut], drafts.tree.num_chained)
+        if cut := [row for row in rows.tolist() if row in self._waiting]:
+            drafts.keep_chains(np.array(cut))  # their grammars may begin in the middle of the drafts
 
     @property
     def _any(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,15 +22,17 @@ class DraftTable(Protocol):
     Attributes:
         rows: the request table.
         entry: [max_requests] int64, of the row in the last proposal, -1 if no distribution of its drafts is known.
-        tree: the form of all drafts, None for chains. `num_chained` of its first nodes form a chain.
     """
 
     rows: RequestTable
     entry: Int
-    tree: Any
 
     def write(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
         """Put drafts after the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        ...
+
+    def keep_chains(self, rows: Int) -> Int:
+        """Cut the drafts of `rows` [n] to the first that form a chain. Return how many each may have from now on."""
         ...
 
 
@@ -58,9 +60,9 @@ def force_drafts(drafts: DraftTable, states: Mapping[int, GrammarState], rows: I
     """
     bound = [row for row in rows.tolist() if row in states]
     table, drafts.entry[bound] = drafts.rows, -1
-    most = most if (tree := drafts.tree) is None else min(most, tree.num_chained)
-    for row in bound:
-        longest = min(int(table.length_limit[row] - table.num_tokens[row]) - 1, most)
+    chains = drafts.keep_chains(np.array(bound, np.int64))
+    for row, chain in zip(bound, chains.tolist(), strict=True):
+        longest = min(int(table.length_limit[row] - table.num_tokens[row]) - 1, most, chain)
         if longest <= 0:
             continue
         table.num_spec_tokens[row] = min(int(table.num_spec_tokens[row]), longest)

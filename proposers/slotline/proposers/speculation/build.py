@@ -126,7 +126,7 @@ class DraftRunnerBuilder:
             vocab_size=self.context.vocab_size,
             device=planned.device,
             control=_draft_control(planned, self.rows),
-            trees=planned.trees,
+            form=planned.draft_form,
             uniform=_captures_verification(planned),
             check=planned.loaded.config.observability.check_integrity,
             embed=self.context.embed,
@@ -197,6 +197,7 @@ def _context(parts: Parts) -> DrafterContext:
         layers=planned.draft_layers,
         load_model=partial(_load_draft_model, planned),
         ops=planned.hardware[planned.device].ops,
+        form=planned.draft_form,
         options=planned.options(descriptor),
     )
 
@@ -211,4 +212,5 @@ def _draft_control(planned: Planned, rows: RequestTable) -> DraftLengthControlle
 
 def _captures_verification(planned: Planned) -> bool:
     """Return whether graphs are captured for batches in which all requests have the same number of drafts."""
-    return dict(planned.plan.graphs.phases).get("verify", "none") != "none"
+    captured = dict(planned.plan.graphs.phases).get("verify", "none") != "none"
+    return captured and (planned.captures_trees or planned.draft_form == "chain")

@@ -29,7 +29,7 @@ from slotline.proposers.speculation.draft_inputs import computed_tokens, draft_b
 from slotline.proposers.speculation.draft_length_controller import DraftLengthController
 from slotline.proposers.speculation.draft_table import DraftTable
 from slotline.proposers.speculation.draft_timing import MeasuredStep, StepTimes
-from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.draft_tree import DraftTree, TreesByRow, first_paths, refuse_no_tree
 from slotline.proposers.speculation.elsewhere import Elsewhere, Proposed
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
@@ -81,7 +81,7 @@ class DraftRunner:
         vocab_size: int,
         device: str,
         control: DraftLengthController | None = None,
-        trees: bool = False,
+        form: str = "chain",
         uniform: bool = False,
         check: bool = False,
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -99,7 +99,8 @@ class DraftRunner:
         self.name = name
         self.control = control
         self._serves_embeds = not capabilities.needs_computed or bool(capabilities.prompt_embeds.support)
-        self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
+        self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), form != "chain"
+        self._differ = bool(capabilities.request_trees.support)
         self.uniform = uniform
         self.paused = False
         self.num_tokens = num_tokens
@@ -112,7 +113,8 @@ class DraftRunner:
         self.remembers = capabilities.remembers
         self.taps = LayerTaps(layer_ids, device) if layer_ids else None
         self.counts = SpecDecodeMetrics(accepted_at=[0] * num_tokens)
-        self._rows, self.drafts = rows, DraftTable(rows)
+        trees = TreesByRow(rows.max_requests, num_tokens) if form == "request_trees" else None
+        self._rows, self.drafts = rows, DraftTable(rows, trees)
         self.history, self._check = DraftHistory(rows), check
         self.needs_history = capabilities.needs_history
         self._vocab_size = vocab_size
@@ -270,26 +272,44 @@ class DraftRunner:
             draft = self.call_drafter(batch, staged)
             if self._check and self.history.restore(rows, known):
                 raise ValueError("it wrote into token_table, which it is only shown")
-            token_ids, tree = self._checked(draft, len(rows))
+            token_ids, tree, parents = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
-        counts = self._lengths(token_ids, tree, known, room)
+        depths = _depths(token_ids.shape[1]) if tree is None else tree.depths
+        if parents is not None:
+            assert self.drafts.trees is not None
+            self.drafts.trees.write(rows, parents)
+            depths = self.drafts.trees.depths[rows, : token_ids.shape[1]]
+        counts = self._lengths(token_ids, depths, known, room)
         counts = self.choose_counts(rows, counts, perf_counter() - start)
-        return Proposed(rows=rows, token_ids=token_ids, counts=counts, tree=tree, probabilities=draft.probabilities)
+        return Proposed(
+            rows=rows,
+            token_ids=token_ids,
+            counts=counts,
+            tree=tree,
+            parents=parents,
+            probabilities=draft.probabilities,
+        )
 
     def _write(self, found: Proposed) -> None:
         """Write a proposal to its rows."""
         rows, known = found.rows, self._rows.num_tokens[found.rows]
-        self.drafts.write(rows, found.token_ids, found.counts)
+        counts = found.counts
+        if self.drafts.trees is not None and self.uniform:
+            counts = np.minimum(counts, self._limit_nodes(rows))
+        self.drafts.write(rows, found.token_ids, counts)
         self.drafts.tree = found.tree
+        if found.parents is not None and self.drafts.trees is not None:
+            kept = np.arange(found.parents.shape[1]) < counts[:, None]
+            self.drafts.trees.write(rows, np.where(kept, found.parents, -1))  # what fills a batch follows no node
         if self.uniform and found.tree is None and found.counts.any():
             self._fill(rows, known)
         whole = (
             self.drafts.num_guesses[rows] == self._rows.num_spec_tokens[rows]
         )  # fillers are not in the drafter's cache
         self.caught_up(rows[whole], known[whole] - 1)
-        if found.probabilities is not None and found.tree is None:  # a tree is verified token by token
+        if found.probabilities is not None and not self._verifies_trees:  # trees are verified token by token
             self.probabilities = found.probabilities.to(self._device, non_blocking=True)
             self.drafts.entry[rows] = np.arange(len(rows))
 
@@ -309,6 +329,15 @@ class DraftRunner:
     def limit_drafts(self, known: Int) -> Int:
         """Return the most drafts [n] after `known` [n] tokens. They and the token after them must fit into a row."""
         return np.clip(self._rows.max_model_len - known - 1, 0, self.num_tokens)
+
+    def _limit_nodes(self, rows: Int) -> Int:
+        """Return the most nodes [n] of trees that replay a graph with a fixed number of tokens of each request.
+
+        Accepted nodes whose keys lie elsewhere are computed again with the next step, and take the place of nodes.
+        """
+        again = self._rows.num_tokens[rows] - 1 - self._rows.num_computed_tokens[rows]
+        most: Int = np.maximum(self.num_tokens - again, 0)
+        return most
 
     def caught_up(self, rows: Int, bounds: Int) -> None:
         """Mark `rows` [n], with newest tokens at `bounds` [n] at most, as having just been proposed for.
@@ -390,6 +419,8 @@ class DraftRunner:
         its limit, whatever follows.
         """
         guesses, most = self.drafts.num_guesses[rows], self.limit_drafts(known)
+        if self.drafts.trees is not None:
+            most = np.minimum(most, self._limit_nodes(rows))
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
         left_open = (guesses[:, None] <= places) & (places < most[:, None])
         self._rows.write_spec_tokens(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
@@ -438,8 +469,14 @@ class DraftRunner:
         found = tuple(draft.token_ids.shape)
         if len(found) != 2 or found[0] != count or found[1] > self.num_tokens:
             raise ValueError(f"token_ids has shape {found}, not [{count}, at most {self.num_tokens}]")
-        if draft.parents is not None and not self._proposes_trees:
+        if draft.parents is None:
+            return
+        if not self._proposes_trees:
             raise ValueError("a tree was proposed where a chain was negotiated")
+        if draft.parents.ndim == 2 and not self._differ:
+            raise ValueError("trees of requests were proposed where one for all was negotiated")
+        if draft.parents.ndim == 2 and tuple(draft.parents.shape) != found:
+            raise ValueError(f"parents has shape {tuple(draft.parents.shape)}, not that of token_ids, {found}")
 
     def outside(self, token_ids: Int) -> npt.NDArray[np.bool_]:
         """Return a mask of the `token_ids` [n, k] that are neither tokens nor -1. Their rows count as failures."""
@@ -449,14 +486,14 @@ class DraftRunner:
             self.failed(int(found.any(1).sum()), f"token {token} is outside the vocabulary of {self._vocab_size}")
         return found
 
-    def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None]:
-        """Return the proposal as [count, k] int64 on the host, and its tree if it is verified as a tree.
+    def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None, Int | None]:
+        """Return the proposal as [count, k] int64 on the host, and its tree or the parents of each request's own.
 
         A token outside the vocabulary ends its row's drafts. Only the first path of a tree is taken if trees are not
         verified.
 
         Raises:
-            ValueError: if its shape violates the contract.
+            ValueError: if its shape violates the contract, or trees differ and the same was negotiated for all.
         """
         self.check_shape(draft, count)
         token_ids = draft.token_ids.cpu().numpy()
@@ -465,13 +502,20 @@ class DraftRunner:
             raise ValueError(f"probabilities has shape {tuple(draft.probabilities.shape)}, not {shape}")
         checked: Int = np.where(self.outside(token_ids), -1, token_ids).astype(np.int64)
         if draft.parents is None:
-            return checked, None
-        tree = DraftTree.of(draft.parents.cpu().numpy()[: token_ids.shape[1]])
-        return (checked, tree) if self._verifies_trees else (checked[:, tree.first_path], None)
+            return checked, None, None
+        parents: Int = draft.parents.cpu().numpy()[..., : token_ids.shape[1]]
+        refuse_no_tree(parents)
+        if self.drafts.trees is not None:
+            return checked, None, np.broadcast_to(parents, checked.shape)
+        if parents.ndim == 1:
+            tree = DraftTree.of(parents)
+            return (checked, tree, None) if self._verifies_trees else (checked[:, tree.first_path], None, None)
+        if self._verifies_trees:
+            raise ValueError("trees of requests were proposed where one for all was negotiated")
+        return first_paths(checked, parents), None, None
 
-    def _lengths(self, token_ids: Int, tree: DraftTree | None, known: Int, room: Int) -> Int:
-        """Count each row's tokens before its first -1 and within its room."""
-        depths = np.arange(1, token_ids.shape[1] + 1) if tree is None else tree.depths
+    def _lengths(self, token_ids: Int, depths: Int, known: Int, room: Int) -> Int:
+        """Count each row's tokens before its first -1 and within its room. `depths` are [k] or [n, k]."""
         fits = (token_ids >= 0) & (depths <= room[:, None])
         lengths: Int = np.cumprod(fits, axis=1).sum(axis=1)
         return np.minimum(lengths, self._rows.max_model_len - known)
@@ -482,3 +526,8 @@ class DraftRunner:
             logger.warning("%s: %s; requests go on without drafts (told once, counted always)", self.name, what)
         self.counts.failures += count
         self.counts.last_failure = f"{self.name}: {what}"
+
+
+def _depths(count: int) -> Int:
+    """Return the places of `count` drafts of a chain, from 1."""
+    return np.arange(1, count + 1)

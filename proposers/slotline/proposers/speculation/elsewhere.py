@@ -22,6 +22,7 @@ class Proposed:
         token_ids: [n, k] int64.
         counts: [n], how many of them are verified.
         tree: their form. None for chains.
+        parents: [n, k] int64, their forms where each request has a tree of its own. None for chains.
         probabilities: [n, k, vocab_size], as in `Draft`. The rank that proposes alone has them.
     """
 
@@ -29,6 +30,7 @@ class Proposed:
     token_ids: Int
     counts: Int
     tree: DraftTree | None = None
+    parents: Int | None = None
     probabilities: torch.Tensor | None = None
 
     def told(self) -> Proposed:

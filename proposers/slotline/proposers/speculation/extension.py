@@ -28,9 +28,9 @@ from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenS
 from slotline.proposers.speculation.rejected_token_correction import make_exact
 from slotline.proposers.speculation.rejections import PLACE_WIDTH
 from slotline.proposers.speculation.spec_decode_metrics import SpecDecodeMetrics
-from slotline.proposers.speculation.step_drafts import SampledDrafts, StepDrafts, arrange_tree, with_mask
+from slotline.proposers.speculation.step_drafts import SampledDrafts, StepDrafts, arrange_trees, with_mask
 from slotline.proposers.speculation.verification import rehearse_rejection, reject, standing
-from slotline.registry.contracts import ExtensionContext
+from slotline.registry.contracts import ExtensionContext, TreeMask
 
 Int = npt.NDArray[np.int64]
 
@@ -122,8 +122,8 @@ class DraftsExtension:
 
     def arrange_spec_tokens(self, batch: InputBatchCPU) -> InputBatchCPU:
         """Return a step's batch with the positions of a tree."""
-        tree = self.drafting.drafts.tree
-        return batch if tree is None else arrange_tree(self._rows, tree, batch)
+        drafts = self.drafting.drafts
+        return batch if drafts.tree is None and drafts.trees is None else arrange_trees(drafts, batch)
 
     def staging_bytes(self, max_tokens: int) -> int:
         """Return the bytes of bounds, of a tree's mask and of the places of rejection sampling."""
@@ -198,12 +198,10 @@ class DraftsExtension:
         step, positions = own.step, pending.spec_positions
         assert step.token_ids is not None
         assert positions is not None
-        stands = standing(token_ids, step.token_ids, positions, step.tree, step.nodes)
+        stands = standing(token_ids, step.token_ids, positions, step.trees)
         self.drafting.count(pending.batch.rows, positions, stands, own.guesses)
         places = np.flatnonzero(stands)
-        if step.tree is None or step.nodes is None:
-            return places, None
-        return places, step.tree.num_kept(step.nodes[places])
+        return places, None if step.trees is None else step.trees.num_kept(places)
 
     def after_step(self, output: StepOutput, generations: Int) -> None:
         """Ask for the drafts that the next step verifies."""
@@ -221,10 +219,69 @@ class DraftsExtension:
             last = np.append(output.rows[1:] != output.rows[:-1], True) if len(places) else slice(0)
             hidden = hidden.take(places[last][going])
         if own.computed is not None:
-            self.drafting.observe(own.computed)
+            self.drafting.observe(own.computed, self._following(own))
         self.drafting.propose(rows[going], hidden)
         for revise in self._revise:
             revise(self.drafting.drafts, rows[going], self.drafting.num_tokens)
+
+    def _following(self, own: SampledDrafts) -> torch.Tensor | None:
+        """Return the token after each of a step that verified trees, [num_padded_tokens]. None if it verified none.
+
+        An accepted node is followed by the token at the next place of the text, wherever the node's keys lie.
+        """
+        if own.step.trees is None or own.computed is None:
+            return None
+        inputs = own.computed.inputs
+        following = np.zeros(inputs.num_padded_tokens, np.int64)
+        after = inputs.positions[: inputs.num_tokens].cpu().numpy() + 1
+        rows = np.repeat(inputs.rows, inputs.num_scheduled)
+        following[: inputs.num_tokens] = self._rows.token_ids[rows, np.minimum(after, self._rows.max_model_len - 1)]
+        return torch.from_numpy(following).to(inputs.positions.device)
+
+
+class RequestTreesExtension(DraftsExtension):
+    """Speculative decoding that verifies a tree for each request, in replayed graphs too.
+
+    A graph of a verifying or mixed step always holds the masks of trees. Those of chains are trees too.
+    """
+
+    def needs_eager(self, scheduled: SchedulerOutput) -> bool:
+        """Return True if a step verifies drafts and the graphs hold no trees."""
+        if self._planned.captures_trees:
+            return False
+        return bool(self._rows.num_spec_tokens[scheduled.rows].any())
+
+    def staging_bytes(self, max_tokens: int) -> int:
+        """Return the bytes of the masks of trees."""
+        requests, most = self._rows.max_requests, self.drafting.num_tokens
+        masks = reserved_bytes((requests, most, most), np.bool_) + reserved_bytes((requests, most), np.int64)
+        return masks + reserved_bytes((requests,), np.int32)
+
+    def gather(self, batch: InputBatchCPU, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> StepDrafts:
+        """Gather the drafts of a step."""
+        return StepDrafts.gather_trees(self.drafting.drafts, batch, upload)
+
+    def captured_inputs(self, inputs: ModelInputs) -> tuple[torch.Tensor, ...]:
+        """Return the masks that captured attention reads."""
+        mask: TreeMask | None = inputs.extras[NAME].mask
+        if mask is None or mask.num_nodes_device is None or not self._holds_trees(inputs):
+            return ()
+        return mask.sees, mask.depths, mask.num_nodes_device
+
+    def prepare_captured(self, inputs: ModelInputs) -> ModelInputs:
+        """Return the inputs of a capture with the masks of trees, if its replays read them."""
+        return with_mask(inputs, inputs.extras[NAME].mask) if self._holds_trees(inputs) else inputs
+
+    def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """Return a step's inputs with the masks of trees, if there are any or a replay reads them."""
+        drafts: StepDrafts = inputs.extras[NAME]
+        if drafts.mask is None or not (drafts.trees is not None or self._holds_trees(inputs)):
+            return inputs
+        return with_mask(inputs, drafts.mask)
+
+    def _holds_trees(self, inputs: ModelInputs) -> bool:
+        """Return True if the graph of a step's shape reads masks of trees."""
+        return self._planned.captures_trees and inputs.shape is not None and inputs.shape.query_len != 1
 
 
 class OverlappedDraftsExtension(DraftsExtension):
@@ -275,5 +332,7 @@ class OverlappedDraftsExtension(DraftsExtension):
 def build_drafts(context: ExtensionContext) -> DraftsExtension:
     """Build speculative decoding as the plan schedules it."""
     parts: Parts = context.parts
-    kind = OverlappedDraftsExtension if parts.planned.asynchronous else DraftsExtension
+    trees = parts.planned.draft_form == "request_trees"
+    kind = RequestTreesExtension if trees else DraftsExtension
+    kind = OverlappedDraftsExtension if parts.planned.asynchronous else kind
     return kind(parts, DraftRunnerBuilder.of(parts))

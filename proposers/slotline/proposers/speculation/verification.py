@@ -21,27 +21,25 @@ import torch
 
 from slotline.builder.plugin_construction import oom_as_capacity_error
 from slotline.core.sampling.sampler import invert
-from slotline.proposers.speculation.draft_tree import DraftTree
+from slotline.proposers.speculation.draft_tree import VerifiedTrees
 from slotline.proposers.speculation.rejections import Rejections
 
 Int = npt.NDArray[np.int64]
 
 
 def standing(
-    tokens: Int, drafts: Int, draft_positions: Int, tree: DraftTree | None = None, draft_nodes: Int | None = None
+    tokens: Int, drafts: Int, draft_positions: Int, trees: VerifiedTrees | None = None
 ) -> npt.NDArray[np.bool_]:
     """Return a mask of the logits rows that give a token to their request: all drafts that they assume are accepted.
 
     Args:
         tokens: [n] the token of each logits row.
-        drafts: [n] the draft at the position of each logits row, -1 if there is none.
+        drafts: [n] the draft at the position of each logits row, -1 if there is none. With trees those of the nodes.
         draft_positions: [n] drafts assumed. 0 begins a request.
-        tree, draft_nodes: the form of the tree and the node of each logits row, if drafts form a tree. `drafts` then
-            are
-            the nodes' drafts.
+        trees: the forms, if drafts form trees.
     """
-    if tree is not None and draft_nodes is not None:
-        return tree.accepted(tokens, draft_nodes, drafts)
+    if trees is not None:
+        return trees.accepted(tokens, drafts)
     fell = (tokens != drafts).astype(np.int64)
     before = np.cumsum(fell) - fell
     first = np.maximum.accumulate(np.where(draft_positions == 0, np.arange(len(tokens)), 0))

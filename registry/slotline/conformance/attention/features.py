@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import evolve
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, Run, check
+from slotline.testing.environments.attention_case import Case as AttentionCase
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
@@ -294,3 +295,47 @@ def tree_mask_places(run: Run) -> None:
     for order in (NODES, NODES[::-1]):
         case = chosen(run, tuple(request for request, _ in order))
         prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in order)))
+
+
+TREES = {"tree_mask": True, "request_trees": True}
+OWN_TREES = (
+    (((9, 40), 8), PARENTS),
+    (((1, 17), 0), PARENTS),
+    (((5, 21), 8), (-1, -1, 0, 1, 2, 3, 0, 5)),
+    (((12, 60), 6), (-1, 0, 0, 0, 1, 2, 3, 4)),
+    (((2, 30), 5), (-1, -1, -1, 0, 2, 4, 4, 1)),
+    (((1, 49), 7), (-1, 0, 1, 2, 3, 4, -1, 6)),
+)
+"""Requests and nodes as in `NODES`, each with its parents. Some queries begin after the first nodes."""
+
+
+def _own_trees(run: Run, trees: Sequence[Any], **features: Any) -> AttentionCase:
+    case = chosen(run, tuple(request for (request, _), _ in trees), **features)
+    nodes, parents = (tuple(nodes for (_, nodes), _ in trees), tuple(parents for _, parents in trees))
+    return evolve(case, request_parents=parents, num_nodes=nodes)
+
+
+@check(Kind.ATTENTION, "attention.request_trees", Level.NUMERICS, needs=TREES)
+def request_trees(run: Run) -> None:
+    """Each request has a tree of its own, of which the first nodes may be in the cache already."""
+    prove(run, _own_trees(run, OWN_TREES).friendly())
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.request_trees.window",
+    Level.NUMERICS,
+    needs={**TREES, "sliding_window": True},
+    cases=lambda _: [{"window": window} for window in (2, 9)],
+    profile="window",
+)
+def request_trees_window(run: Run) -> None:
+    """A window counts places in a text, also from queries that begin in the middle of a tree."""
+    prove(run, _own_trees(run, OWN_TREES, window=run["window"]).friendly())
+
+
+@check(Kind.ATTENTION, "attention.request_trees.places", Level.HOSTILE, needs=TREES)
+def request_trees_places(run: Run) -> None:
+    """The same in pages in any order, with NaN wherever no token is, and with requests in the opposite order."""
+    for order in (OWN_TREES, OWN_TREES[::-1]):
+        prove(run, _own_trees(run, order))

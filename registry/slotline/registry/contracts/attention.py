@@ -61,7 +61,13 @@ context's `kv_scales` gives others. Scales other than 1 require a backend that d
 If `tree_mask` is declared, a batch may have a `tree`: the last query tokens of some requests are drafts in the form of
 a tree. They take consecutive slots like other tokens. Of the nodes, a node sees only those on its own path, and
 `positions` gives the position that it would have in a text. Windows and chunks are counted in these positions. Tokens
-before the nodes are seen as usual. A batch with a tree is never captured.
+before the nodes are seen as usual. A batch with one tree for all requests is never captured.
+
+If `request_trees` is declared too, `TreeMask.sees` and `depths` may have a first dimension of requests: each request
+then has a tree of its own. A request's query tokens may be only the last of its nodes. The others are in the cache. If
+graphs are declared, a batch of such trees may be captured: a captured kernel reads the trees from `sees`, `depths` and
+`num_nodes_device`, which have the same addresses in each replay. A backend whose trees cannot be captured declares
+``Limit(when="request_trees", capability="graphs", offer=Level(GraphSupport.NEVER))``.
 
 If `cascade` is declared:
 
@@ -115,6 +121,7 @@ class AttentionCapabilities:
         sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: supported features. `chunked` is attention within
             chunks (`AttentionLayer.chunk`), `alibi` is a linear bias by distance (`AttentionLayer.alibi_slopes`).
             `sliding_window` is about layers of type ``decoder``.
+        request_trees: support for a tree of its own for each request, captured too if graphs are.
         position_bias: support for a learned bias by head and distance (`AttentionLayer.position_bias`).
         encoder_window: support for windows in layers of type ``encoder_only``, in both directions.
         keys_ahead: support for tokens that see later ones of the same step (`AttentionBatch.keys_ahead`).
@@ -161,6 +168,7 @@ class AttentionCapabilities:
     alibi: Flag = Flag(Support.NOT_IMPLEMENTED)
     position_bias: Flag = Flag(Support.NOT_IMPLEMENTED)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
+    request_trees: Flag = Flag(Support.NOT_IMPLEMENTED)
     mla: Flag = Flag(Support.NOT_IMPLEMENTED)
     latent_sizes: Range = Range()
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
@@ -302,13 +310,17 @@ class TreeMask(NamedTuple):
 
     Attributes:
         sees: [k, k] bool on the device, True if node j is on the path of node i. A node sees itself and no later node.
-        depths: [k] int64 on the device, the nodes' offsets after the known tokens, from 0.
-        num_nodes: [num_requests] int32 on the host. A request's last query tokens are the first `num_nodes` nodes.
+            [num_requests, k, k] for a tree of its own for each request.
+        depths: [k] int64 on the device, the nodes' offsets after the known tokens, from 0. [num_requests, k] like
+            `sees`.
+        num_nodes: [num_requests] int32 on the host. A request's last tokens are the first `num_nodes` nodes.
+        num_nodes_device: the same on the device. Given if each request has a tree of its own.
     """
 
     sees: torch.Tensor
     depths: torch.Tensor
     num_nodes: npt.NDArray[np.int32]
+    num_nodes_device: torch.Tensor | None = None
 
 
 @define(kw_only=True, eq=False)

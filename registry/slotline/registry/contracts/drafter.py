@@ -34,6 +34,8 @@ class DrafterCapabilities:
         devices: device types.
         max_tokens: most draft tokens it can propose in a row.
         tree: it proposes a tree instead of a chain.
+        request_trees: its trees may differ between the requests of a batch (`Draft.parents` with two dimensions), where
+            `DrafterContext.form` says so. Requires `tree`.
         probabilities: it returns its own distribution, which rejection sampling then uses.
         remembers: finished requests influence its proposals for later requests. If False, a proposal is a function of
             the request's own history.
@@ -63,6 +65,7 @@ class DrafterCapabilities:
     devices: Set[str]
     max_tokens: Max = Max()
     tree: Flag = Flag(False)
+    request_trees: Flag = Flag(False)
     probabilities: Flag = Flag(False)
     remembers: bool = False
     needs_history: bool = False
@@ -115,6 +118,8 @@ class DrafterContext:
         layers: the attention layers that `KVDrafterFactory.attention_layers` returned, as `attend` takes them.
         load_model: loads the checkpoint of a whole model whose attention layers `attention_layers` returned.
         ops: operations of the device, such as `argmax`.
+        form: how proposals are verified: ``chain``, ``tree`` (one tree for all requests of a batch) or
+            ``request_trees``. Of a tree that is verified as a chain only the path of first children is.
     """
 
     contract: int
@@ -132,6 +137,7 @@ class DrafterContext:
     layers: tuple[AttentionLayer, ...] = ()
     load_model: Callable[[Path], Model] | None = None
     ops: DeviceOps | None = None
+    form: str = "chain"
     options: Any = None
 
 
@@ -160,6 +166,12 @@ class DraftBatch:
             this order: the keys and values of an offset are stored before the queries of the next one. For a drafter
             that `catches_up`, offset 0 takes two adjacent tokens of each request: the previous and the newest, at
             `positions` - 1 and `positions`.
+        attend_tree: for a drafter with layers of its own and `tree`, ``attend_tree(parents, first)`` returns the
+            attention of the nodes from `first` on of a tree, as many of each request. `parents` [num_nodes] or, where
+            `DrafterContext.form` is ``request_trees``, [num_requests, num_nodes] int64 on the device are those of all
+            nodes so far, the first ones included, whose keys and values have been stored. -1 is for a node at
+            `positions`, its child is at `positions` + 1. There are at most as many nodes as draft tokens. None where
+            trees are not verified.
         temperature: [num_requests] float32 on the device. 0 for greedy requests.
         uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws. They depend
             only on the request's seed and the position, so that the rest of the batch does not change a text.
@@ -176,6 +188,7 @@ class DraftBatch:
     computed_index: torch.Tensor | None = None
     observed: tuple[torch.Tensor, ...] = ()
     attend: Callable[[int], Attend] | None = None
+    attend_tree: Callable[[torch.Tensor, int], Attend] | None = None
     temperature: torch.Tensor | None = None
     uniforms: npt.NDArray[np.float64] | None = None
 
@@ -222,7 +235,8 @@ class Draft:
         token_ids: [num_requests, num_tokens] int64. -1 ends a request's proposal early.
         probabilities: [num_requests, num_tokens, vocab_size] float32 or float64, the distribution that each token was
             drawn from, given the tokens before it. None for a one-point distribution.
-        parents: [num_tokens] int64 for a tree: index of each token's parent, -1 for the root. None for a chain.
+        parents: [num_tokens] int64 for a tree: index of each token's parent, -1 for the root. None for a chain. A
+            drafter that declares `request_trees` may give [num_requests, num_tokens]: a tree for each request.
     """
 
     token_ids: torch.Tensor

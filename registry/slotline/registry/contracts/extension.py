@@ -114,6 +114,7 @@ FEATURE_METHODS = (
     "staging_bytes",
     "capture_kwargs",
     "captured_inputs",
+    "prepare_captured",
     "computed_by",
     "wrap_forward",
     "output_head",
@@ -560,6 +561,10 @@ class FeatureExtension(StepExtension, Protocol):
 
         For this the shapes of what `gather` uploads may depend only on the shape of the captured step.
         """
+        ...
+
+    def prepare_captured(self, inputs: Any) -> Any:
+        """Return the inputs of a made-up step whose forward pass is captured, as `prepare_inputs` for a real one."""
         ...
 
     def computed_by(self) -> Sequence[str]:

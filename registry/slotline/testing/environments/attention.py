@@ -220,12 +220,20 @@ class World:
 
     def _tree(self) -> TreeMask | None:
         case = self.case
-        if not case.parents:
+        if not case.num_nodes:
             return None
-        paths = [case.path(node) for node in range(len(case.parents))]
+        masks = [self._mask(request) for request in range(len(case.requests) if case.request_parents else 1)]
+        sees, depths = (torch.stack(parts).to(self.device) for parts in zip(*masks, strict=True))
+        num_nodes = np.array(case.num_nodes, np.int32)
+        if not case.request_parents:
+            return TreeMask(sees[0], depths[0], num_nodes)
+        return TreeMask(sees, depths, num_nodes, torch.from_numpy(num_nodes.copy()).to(self.device))
+
+    def _mask(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each node of a request's tree sees, [k, k] bool, and its depth, [k] int64."""
+        paths = [self.case.path(node, request) for node in range(len(self.case.tree(request)))]
         sees = torch.tensor([[other in path for other in range(len(paths))] for path in paths])
-        depths = torch.tensor([len(path) - 1 for path in paths])
-        return TreeMask(sees.to(self.device), depths.to(self.device), np.array(case.num_nodes, np.int32))
+        return sees, torch.tensor([len(path) - 1 for path in paths])
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""

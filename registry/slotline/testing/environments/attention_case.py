@@ -33,6 +33,7 @@ class Case:
         alibi: True if query heads have slopes, those of ALiBi's section 3 for any number of heads.
         position_bias: True if query heads have a bias by distance, another for each of nine distances.
         beginning: requests whose encoder's keys the step stores, for the type ``cross``.
+        request_parents: parents of a tree of its own for each request, in place of `parents`.
         parents, num_nodes: parents of a tree of drafts, and the number of its first nodes that are each request's last
             query tokens.
         images: (request, first position, position after the last) of new tokens that all see each other.
@@ -71,6 +72,7 @@ class Case:
     attention_type: str = "decoder"
     beginning: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    request_parents: tuple[tuple[int, ...], ...] = ()
     num_nodes: tuple[int, ...] = ()
     images: tuple[tuple[int, int, int], ...] = ()
     keys_ahead: bool = False
@@ -86,18 +88,22 @@ class Case:
     batch_invariant: bool = False
     seed: int = 0
 
-    def path(self, node: int) -> tuple[int, ...]:
+    def tree(self, request: int) -> tuple[int, ...]:
+        """Return the parents of a request's tree, empty for none."""
+        return self.request_parents[request] if self.request_parents else self.parents
+
+    def path(self, node: int, request: int = 0) -> tuple[int, ...]:
         """Return the nodes on the path to a node, itself last."""
-        return () if node < 0 else (*self.path(self.parents[node]), node)
+        return () if node < 0 else (*self.path(self.tree(request)[node], request), node)
 
     def positions(self, request: int) -> list[int]:
         """Return the position in a text of each token of a request. Nodes of a tree may share positions."""
         length, nodes = self.requests[request][1], self.num_nodes[request] if self.num_nodes else 0
-        return [*range(length - nodes), *(length - nodes + len(self.path(node)) - 1 for node in range(nodes))]
+        return [*range(length - nodes), *(length - nodes + len(self.path(node, request)) - 1 for node in range(nodes))]
 
     def seen(self, request: int) -> torch.Tensor | None:
         """Return the keys that the query tokens of a request see, [q, L] bool. None without a tree or images."""
-        if not self.parents:
+        if not self.num_nodes:
             return self._seen_over_images(request) if self.keys_ahead else None
         query_len, length = self.requests[request]
         position, known = self.positions(request), length - self.num_nodes[request]
@@ -105,7 +111,7 @@ class Case:
         def sees(own: int, key: int) -> bool:
             if self.window is not None and position[own] - position[key] >= self.window:
                 return False
-            return key <= own if own < known or key < known else key - known in self.path(own - known)
+            return key <= own if own < known or key < known else key - known in self.path(own - known, request)
 
         return torch.tensor(
             [[sees(own, key) for key in range(length)] for own in range(length - query_len, length)], dtype=torch.bool

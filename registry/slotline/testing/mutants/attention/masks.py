@@ -99,6 +99,19 @@ class TreeWindowBySlot(EagerAttention):
         return torch.arange(known, known + nodes)
 
 
+class TreeOfFirstRequest(EagerAttention):
+    def tree_of(self, tree: TreeMask, request: int) -> TreeMask:
+        return super().tree_of(tree, 0)
+
+
+class TreeBeginsWithQueries(EagerAttention):
+    """Takes a request's first query among the nodes for the first node."""
+
+    def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        nodes, first, length = rest
+        return super().among_nodes(layer, tree, seen, min(nodes, len(seen)), first, length)
+
+
 class WindowOfOneLess(EagerAttention):
     def in_window(self, keys: torch.Tensor, own: torch.Tensor, window: int) -> torch.Tensor:
         return super().in_window(keys, own, max(window - 1, 1))
@@ -263,6 +276,8 @@ MUTANTS = (
     mutant("images-by-first-token", L1, "all tokens see as far ahead as the first one", ImagesByFirstToken),
     mutant("tree-sees-all-nodes", L1, "nodes of a tree see those before them", TreeSeesAllNodes),
     mutant("tree-window-by-slot", L1, "windows count a tree's slots", TreeWindowBySlot),
+    mutant("tree-of-first-request", L1, "all requests have the first one's tree", TreeOfFirstRequest),
+    mutant("tree-begins-with-queries", L1, "nodes whose keys are stored are taken for known", TreeBeginsWithQueries),
     mutant("window-of-one-less", L1, "a window of W shows W - 1 keys", WindowOfOneLess),
     mutant("window-of-one-more", L1, "a window of W shows W + 1 keys", WindowOfOneMore),
     mutant("window-by-block", L1, "a window begins at the start of a block", WindowByBlock),

@@ -34,6 +34,7 @@ descriptor = Descriptor(
         sinks=Flag(True),
         mla=Flag(True),
         tree_mask=Flag(True),
+        request_trees=Flag(True),
         kv_scales=Flag(True),
         bounded_lengths=True,
         lse=Flag(True),

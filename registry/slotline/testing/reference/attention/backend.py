@@ -100,14 +100,15 @@ class EagerAttention:
                     keys, values, first, length = key[rows], value[rows], 0, rows.stop - rows.start
                 else:
                     length = plan.lengths[request]
-                    first = self.first_key(layer, rows.stop - rows.start, length)
+                    nodes = 0 if plan.tree is None else int(plan.tree.num_nodes[request])
+                    first = self.first_key(layer, max(nodes, rows.stop - rows.start), length)
                     keys, values = self.gather(cache, plan, request, first, length)
                     keys, values = self.scaled(layer, keys, values)
                 seen = self.visible(layer, plan, rows.stop - rows.start, first, length)
                 if plan.keys_ahead is not None and layer.keys_ahead:
                     seen |= self.ahead(plan.keys_ahead[rows], first, length)
                 if plan.tree is not None and (nodes := int(plan.tree.num_nodes[request])):
-                    seen = self.among_nodes(layer, plan.tree, seen, nodes, first, length)
+                    seen = self.among_nodes(layer, self.tree_of(plan.tree, request), seen, nodes, first, length)
                 own, lse[:, rows] = self.attend(layer, query[rows], keys, values, seen.to(out.device), sinks)
                 out[rows] = own.to(out.dtype)
         return lse
@@ -141,13 +142,19 @@ class EagerAttention:
 
         length - 1 are seen if the last `nodes` queries are tree nodes.
         """
-        known, position = length - nodes, torch.arange(first, length)
+        known, position, queries = length - nodes, torch.arange(first, length), min(nodes, len(seen))
         position[known - first :] = self.node_positions(tree, nodes, known)
-        seen[-nodes:] = True
-        seen[-nodes:, known - first :] = tree.sees[:nodes, :nodes].cpu()
+        seen[-queries:] = True
+        seen[-queries:, known - first :] = tree.sees[nodes - queries : nodes, :nodes].cpu()
         if layer.window is not None:
-            seen[-nodes:] &= self.in_window(position[None, :], position[-nodes:, None], layer.window)
+            seen[-queries:] &= self.in_window(position[None, :], position[-queries:, None], layer.window)
         return seen
+
+    def tree_of(self, tree: TreeMask, request: int) -> TreeMask:
+        """Return the tree of one request: its own, or that of all."""
+        if tree.sees.ndim == 2:
+            return tree
+        return tree._replace(sees=tree.sees[request], depths=tree.depths[request])
 
     def node_positions(self, tree: TreeMask, nodes: int, known: int) -> torch.Tensor:
         """Return the positions in a text of a tree's first nodes after `known` tokens, [nodes] int64."""
