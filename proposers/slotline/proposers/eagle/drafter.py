@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from slotline.core.device import TorchOps
+from slotline.proposers.eagle import EagleTreeOptions
+from slotline.proposers.eagle.candidates import FIRST_RANK, RANK_FACTOR, Candidates
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
@@ -134,6 +136,11 @@ class EagleDrafter:
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
         return self._argmax(self._logits(out))
 
+    def _best(self, out: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest `count` tokens [n, count] and the logarithms of their probabilities."""
+        found = self._logits(out).float().log_softmax(-1).topk(count)
+        return found.indices, found.values
+
 
 class Eagle3Drafter(EagleDrafter):
     """Implements `LayerReader` too."""
@@ -164,6 +171,72 @@ class Eagle3Drafter(EagleDrafter):
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
         return self._kept[self._argmax(self._head.lm_head(out))]
+
+    def _best(self, out: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._head.lm_head(out).float().log_softmax(-1).topk(count)
+        return self._kept[found.indices], found.values
+
+
+class EagleTreeDrafter(EagleDrafter):
+    """Proposes a tree that is built by confidence (EAGLE-2, Li et al. 2024, arXiv 2406.16858, sections 4.1 and 4.2).
+
+    The confidence of a node is the product of the head's probabilities on its path. Each level is made of the likeliest
+    children of the `branches` nodes of the level before that have the highest confidence. Of all these nodes those of
+    the highest confidence are proposed.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        options: EagleTreeOptions = context.options or EagleTreeOptions()
+        self._form, self._differs = context.form, options.by_confidence and context.form == "request_trees"
+        self._branches = min(options.branches, context.num_tokens)
+        self._levels = min(options.levels, 1 + context.num_tokens // self._branches)  # their keys need as many slots
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """Propose a tree, or a chain where trees are not verified."""
+        if self._form == "chain" or batch.attend_tree is None:
+            return super().propose(batch)
+        count, branches = len(batch.rows), self._branches
+        out, hidden = batch.observed
+        tokens, values = self._children(out[:, None], values=out.new_zeros(count, 1, dtype=torch.float32))
+        grown = Candidates(tokens, values, torch.full_like(tokens, -1))
+        frontier = torch.arange(branches, device=tokens.device).expand(count, -1)  # candidates, [n, branches]
+        expanded, hidden = torch.full_like(frontier, -1), hidden[:, None].expand(-1, branches, -1)
+        for level in range(1, self._levels):
+            first = (level - 1) * branches
+            parents = expanded if self._differs else expanded[0]
+            out, after = self._step(
+                self._embed(grown.token_ids.gather(1, frontier).flatten()),
+                hidden.flatten(0, 1),
+                (batch.positions + level - 1).repeat_interleave(branches),
+                batch.attend_tree(parents, first),
+            )
+            values = grown.values.gather(1, frontier)
+            tokens, values = self._children(out.view(count, branches, -1), values)
+            start = grown.token_ids.shape[1]
+            grown = grown.with_children(tokens, values, frontier.repeat_interleave(branches, 1))
+            best = values.topk(branches).indices  # among the new ones
+            frontier, parent = start + best, best // branches
+            hidden = after.view(count, branches, -1).gather(1, parent[:, :, None].expand(-1, -1, after.shape[-1]))
+            expanded = torch.cat([expanded, first + parent], 1)
+        token_ids, parents = grown.best(self._num_tokens)
+        return Draft(token_ids=token_ids, parents=parents if self._differs else parents[0])
+
+    def _children(self, out: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest children of nodes [n, m], each with its confidence: [n, m * branches] twice.
+
+        Without confidence all requests have one tree, by what each rank is worth.
+        """
+        tokens, found = self._best(out.flatten(0, 1), self._branches)
+        if not self._differs:
+            found = torch.arange(self._branches, device=found.device) * RANK_FACTOR + FIRST_RANK
+            found = found.expand(len(tokens), -1)
+        children = values.flatten()[:, None] + found.view(-1, self._branches)
+        return tokens.view(len(out), -1), children.view(len(out), -1)
+
+
+class Eagle3TreeDrafter(EagleTreeDrafter, Eagle3Drafter):
+    """An EAGLE-3 head that proposes trees."""
 
 
 def _folder(path: str | None) -> Path:

@@ -21,7 +21,7 @@ from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
-from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOps, DraftPlaces
+from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOps, DraftPlaces, TreeMask
 
 Int = npt.NDArray[np.int64]
 WIDTHS = 16
@@ -62,10 +62,37 @@ class StagedAttention:
     _seq_lens: npt.NDArray[np.int32]
     tables: list[torch.Tensor]
 
-    def __call__(self, positions: torch.Tensor) -> Callable[[int], Attend]:
+    def __call__(self, positions: torch.Tensor) -> ProposalAttention:
         """Plan attention for the positions [n] of the newest tokens. See `DraftBatch.attend`."""
         places = self._attention.places(positions, self.tables)
-        return self._attention.attend(self._starts, self._seq_lens, places, self.tables)
+        return ProposalAttention(self._attention, self._starts, self._seq_lens, places, self.tables)
+
+
+@frozen(eq=False)
+class ProposalAttention:
+    """Attention of the steps of a proposal. Each is planned when it is called. Calling it is `DraftBatch.attend`."""
+
+    _attention: DraftAttention
+    _starts: Starts
+    _seq_lens: npt.NDArray[np.int32]
+    _places: Places
+    _tables: list[torch.Tensor]
+
+    def __call__(self, offset: int) -> Attend:
+        """Return attention of one token of each request. See `DraftBatch.attend`."""
+        return self._attention.attend(self._starts, self._seq_lens, self._places, self._tables)(offset)
+
+    def tree(self, parents: torch.Tensor, first: int) -> Attend:
+        """Return attention of the nodes from `first` on. See `DraftBatch.attend_tree`."""
+        end, count = parents.shape[-1], len(self._starts.one) - 1
+        sees, depths = _mask(parents)
+        num_nodes = np.full(count, end, np.int32)
+        on_device = torch.full((count,), end, dtype=torch.int32, device=parents.device) if parents.ndim > 1 else None
+        offsets = depths.expand(count, end)[:, first:]
+        mask = TreeMask(sees, depths, num_nodes, on_device)
+        return self._attention.attend_several(
+            self._starts, self._seq_lens, self._places, self._tables, first, end, offsets, tree=mask
+        )
 
 
 @frozen(eq=False)
@@ -216,6 +243,45 @@ class DraftAttention:
         """
         return lambda offset: self._router.plan(self._batches(starts, seq_lens, places, tables, offset))
 
+    def attend_several(
+        self,
+        starts: Starts,
+        seq_lens: npt.NDArray[np.int32],
+        places: Places,
+        tables: Sequence[torch.Tensor],
+        first: int,
+        end: int,
+        offsets: torch.Tensor,
+        tree: TreeMask | None = None,
+    ) -> Attend:
+        """Return attention of the tokens in the slots `first` to `end` after the known ones, of each request.
+
+        Args:
+            starts, seq_lens, places, tables: as for `attend`.
+            offsets: [n, end - first] int64 on the device, the tokens' distances from the newest token in a text.
+            tree: what the tokens see of each other. None for those before.
+        """
+        each, positions = end - first, (places.positions[0][:, None] + offsets).clamp(max=self._max_model_len - 1)
+        batches = [
+            AttentionBatch(
+                num_requests=len(starts.one) - 1,
+                num_tokens=each * (len(starts.one) - 1),
+                max_query_len=each,
+                max_seq_len=int(seq_lens[end - 1].max()),
+                query_start_loc=each * starts.one_device,
+                seq_lens=places.seq_lens[end - 1],
+                block_table=table,
+                slot_mapping=slots[first:end].T.reshape(-1),
+                positions=positions.reshape(-1),
+                query_start_loc_cpu=each * starts.one,
+                seq_lens_cpu=seq_lens[end - 1],
+                num_decodes=len(starts.one) - 1 if each == 1 else 0,
+                tree=tree,
+            )
+            for table, slots in zip(tables, places.slots, strict=True)
+        ]
+        return self._router.plan(batches)
+
     def _batches(
         self,
         starts: Starts,
@@ -249,3 +315,13 @@ class DraftAttention:
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def _mask(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the nodes of trees [..., k] see, [..., k, k] bool, and their depths from 0, [..., k] int64."""
+    count = parents.shape[-1]
+    nodes = torch.arange(count, device=parents.device)
+    sees = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).float()
+    for _ in range(count.bit_length()):  # paths become twice as long
+        sees = (sees @ sees).clamp(max=1)
+    return sees > 0, sees.sum(-1).long() - 1

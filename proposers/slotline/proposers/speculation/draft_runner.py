@@ -359,7 +359,9 @@ class DraftRunner:
             batch.observed = tuple(states.index_select(0, index) for states in self._observed)
         if self.graphs is not None and (size := self.graphs.size_for(len(batch.rows))) is not None:
             return self.graphs.propose(size, batch, attend)
-        batch.attend = None if attend is None else attend(batch.positions)
+        if attend is not None:
+            batch.attend = attention = attend(batch.positions)
+            batch.attend_tree = attention.tree if self._verifies_trees else None
         return self.drafter.propose(batch)
 
     def mark_unproposed(self, rows: Int) -> None:
