@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -111,4 +112,12 @@ def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch
     key = key.unflatten(1, (heads, size))
     value = key[..., :size_v] if layer.mla else value.unflatten(1, (heads, size_v))
     sinks = torch.empty(layer.num_heads, dtype=dtype, device=group.device) if layer.sinks else None
-    attend(layer, query.unflatten(1, (layer.num_heads, size)).contiguous(), key, value, sinks)
+    more: dict[str, Any] = {}
+    if layer.inputs:
+        more["inputs"] = {
+            each.name: torch.empty(
+                num_tokens, *each.shape, dtype=getattr(torch, each.dtype) if each.dtype else dtype, device=group.device
+            )
+            for each in layer.inputs
+        }
+    attend(layer, query.unflatten(1, (layer.num_heads, size)).contiguous(), key, value, sinks, **more)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import torch
 from attrs import define
@@ -94,18 +94,20 @@ def breaking(
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
         written: bool = False,
+        **more: Any,
     ) -> torch.Tensor:
         make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
         out = make((query.shape[0], layer.num_heads, layer.head_size_v))
         if layer.index in broken:
             q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
+            own: Any = {name: {n: alias_without_ownership(t) for n, t in part.items()} for name, part in more.items()}
 
             def call() -> None:
-                router.serve(layer, q, k, v, sinks, o)
+                router.serve(layer, q, k, v, sinks, o, **own)
 
             cut(call)
         else:
-            router.serve(layer, query, key, value, sinks, out, written)
+            router.serve(layer, query, key, value, sinks, out, written, **more)
         return out
 
     return ServedAttention(router, attend, broken)

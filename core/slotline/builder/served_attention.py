@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from attrs import define
@@ -41,11 +42,12 @@ class ServedAttention(DispatchedAttention):
         *,
         written: bool = False,
         wanted: bool = False,
+        **more: Any,
     ) -> torch.Tensor:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         if wanted:
             return self._router.attend_wanted(layer, query, key, value, sinks, written)
-        return self.serve(layer, query, key, value, sinks, written)
+        return self.serve(layer, query, key, value, sinks, written, **more)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
@@ -113,20 +115,21 @@ class CheckedDispatcher(AttentionDispatcher):
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
         written: bool = False,
+        **more: Any,
     ) -> torch.Tensor:
         """Compute the attention of one layer, and check the backend's output and batch.
 
         The output is filled with NaN before, to find elements that the backend does not write.
         """
         if is_captured():
-            return DispatchedAttention(self)(layer, query, key, value, sinks, written=written)
+            return DispatchedAttention(self)(layer, query, key, value, sinks, written=written, **more)
         group = self._group(layer)
         batch = self.step.batches[group.batch]
         if self.step.wanted is not None and group.fast_prefill:
             batch = self.step.wanted.batch(batch)
         out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
         shown = ShownBatch.of(batch)
-        returned = self.serve(layer, query, key, value, sinks, out, written)
+        returned = self.serve(layer, query, key, value, sinks, out, written, **more)
         shown.check(group.plugin, "forward")
         self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
         return out

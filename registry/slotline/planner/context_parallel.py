@@ -170,6 +170,8 @@ def refuse_context(
         texts.append(f"{facts.architecture} keeps states, which are not divided")
     if any(layer.alibi_slopes or layer.position_bias for layer in facts.layers):
         texts.append(f"{facts.architecture} biases scores by distance, and a shard does not know where its keys stand")
+    if any(layer.inputs for layer in facts.layers):
+        texts.append(f"{facts.architecture} hands its layers more inputs than query, key and value")
     if any(layer.keys_ahead for layer in facts.layers):
         texts.append(f"{facts.architecture} has images whose tokens see each other, and a shard has a part of them")
     if config.scheduler.microbatches > 1:

@@ -81,6 +81,7 @@ class DispatchedAttention:
         *,
         written: bool = False,
         wanted: bool = False,
+        **more: Any,  # `inputs`, for layers that have some
     ) -> torch.Tensor:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         router = self._router
@@ -90,8 +91,8 @@ class DispatchedAttention:
         write, forward, cache, position = router.routes[layer.index]  # as `serve`, without a call for each layer
         plan = router.step.plans[position]
         if write is not None and not written:
-            write(layer, key, value, cache, plan)
-        forward(layer, query, key, value, cache, plan, out, sinks)
+            write(layer, key, value, cache, plan, **more)
+        forward(layer, query, key, value, cache, plan, out, sinks, **more)
         return out
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
@@ -253,13 +254,14 @@ class AttentionDispatcher:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
         written: bool = False,
+        **more: Any,
     ) -> object:
         """Store a layer's new keys and values, unless they are `written`, and attend: into `out`."""
         write, forward, cache, position = self.routes[layer.index]
         plan = self.step.plans[position]
         if write is not None and not written:
-            write(layer, key, value, cache, plan)
-        return forward(layer, query, key, value, cache, plan, out, sinks)
+            write(layer, key, value, cache, plan, **more)
+        return forward(layer, query, key, value, cache, plan, out, sinks, **more)
 
     def _plan_some(self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: FastPrefillBatch) -> Any:
         """Plan a group in a step with fast prefill. Return None if none of its tokens is wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from attrs import define
@@ -79,10 +80,11 @@ class CalculatingAttention:
         sinks: torch.Tensor | None = None,
         *,
         wanted: bool = False,
+        **more: Any,
     ) -> torch.Tensor:
         """Compute the attention of one layer: [num_tokens, num_heads, head_size_v]."""
         self._table.calculate(layer, key, value)
-        return self._attend(layer, query, key, value, sinks, wanted=wanted)
+        return self._attend(layer, query, key, value, sinks, wanted=wanted, **more)
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""

@@ -10,6 +10,7 @@ from slotline.registry.contracts.attention import (
     CascadeBackend,
     KVCache,
     KVScales,
+    LayerInput,
     TreeMask,
 )
 from slotline.registry.contracts.communicator import (
@@ -237,6 +238,7 @@ __all__ = [
     "KVSpecCapabilities",
     "KVSpecContext",
     "KernelCompiler",
+    "LayerInput",
     "LayerReader",
     "Linear",
     "LinearCapabilities",

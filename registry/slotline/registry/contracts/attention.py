@@ -99,6 +99,21 @@ if TYPE_CHECKING:
     import torch
 
 
+@frozen
+class LayerInput:
+    """Tensor that a layer gets from its model beside query, key and value, one row for each token of the step.
+
+    Attributes:
+        name: unique in its layer. Backends declare the names that they know (`AttentionCapabilities.layer_inputs`).
+        shape: of one token.
+        dtype: name of a torch dtype, "" for that of the activations.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+
 @frozen(kw_only=True, field_transformer=declared)
 class AttentionCapabilities:
     """Capabilities that an attention backend declares.
@@ -129,6 +144,7 @@ class AttentionCapabilities:
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
         kv_scales: support for the scales of eight-bit caches.
+        layer_inputs: names of inputs beside query, key and value that it reads. A layer with others is refused.
         graphs: the batches that `forward` can be captured for.
         plan_once: the result of `plan` at a capture is valid for every replay, and `plan` fills no buffers of the
             backend. Replays then need no planning, and one graph can hold several steps.
@@ -173,6 +189,7 @@ class AttentionCapabilities:
     latent_sizes: Range = Range()
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
+    layer_inputs: Set[str] = Set(())
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     plan_once: Flag = Flag(False)
     lse: Flag = Flag(False)
@@ -214,6 +231,8 @@ class AttentionLayer:
         attention_type: ``decoder``, ``encoder_only`` or ``cross``.
         shares_kv_with: index of the layer whose cache it reads, None for its own.
         keys_ahead: True if a batch's `keys_ahead` applies. Such a layer has neither chunks nor ALiBi.
+        inputs: what the model hands over beside query, key and value. If there are any, `write` and `forward` get one
+            more argument by name, ``inputs``: a mapping from their names to tensors [num_tokens, *shape].
     """
 
     name: str
@@ -234,6 +253,7 @@ class AttentionLayer:
     attention_type: str = "decoder"
     shares_kv_with: int | None = None
     keys_ahead: bool = False
+    inputs: tuple[LayerInput, ...] = ()
 
 
 class KVCache(NamedTuple):
@@ -370,7 +390,10 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Protocol of a built attention backend. Tensors are on the negotiated device, in the negotiated dtype."""
+    """Protocol of a built attention backend. Tensors are on the negotiated device, in the negotiated dtype.
+
+    For layers with `AttentionLayer.inputs`, and for no others, `write` and `forward` are called with ``inputs=`` too.
+    """
 
     def plan(self, batch: AttentionBatch) -> Any:
         """Do the host work of one step, outside graphs.

@@ -70,8 +70,12 @@ class StoringAttend(Protocol):
         *,
         written: bool = False,
         wanted: bool = False,
+        inputs: Mapping[str, torch.Tensor] = ...,
     ) -> torch.Tensor:
-        """Compute attention like `attend` in `Model.forward`."""
+        """Compute attention like `attend` in `Model.forward`.
+
+        `inputs` are those of `AttentionLayer.inputs`, by name. They are passed for layers that have some.
+        """
         ...
 
 

@@ -155,7 +155,10 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         cascade_refusal=_cascade_refusal(search, solution, index),
         kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
         fast_prefill=group.fast_prefill,
-        last_queries=group.last_queries and offered.several_plans and not offered.writes_cache,
+        last_queries=group.last_queries
+        and offered.several_plans
+        and not offered.writes_cache
+        and not group.layer.inputs,
         reason=reason,
         rejected=rejected,
     )

@@ -293,6 +293,14 @@ _ALL = (
         "every later token.",
         "Choose a backend that serves it, such as `torch`.",
     ),
+    _code(
+        "N183",
+        _R,
+        "layer inputs",
+        "The model hands its layers an input beside query, key and value, and the backend does not read one of that "
+        "name.",
+        "Choose a backend that declares it among its `layer_inputs`.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -632,6 +640,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "sinks": "N172",
         "alibi": "N181",
         "keys_ahead": "N182",
+        "layer_inputs": "N183",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",

@@ -143,6 +143,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += ["tokens of an image see all of it"] if layer.keys_ahead else []
     facts += ["position bias"] if layer.position_bias is not None else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
+    facts += [f"inputs {', '.join(each.name for each in layer.inputs)}"] if layer.inputs else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
     lines = [*hang(f"group {group.name}  ", ", ".join(facts), width), *row("backend", chosen, width, indent=2)]

@@ -113,7 +113,8 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "keys_ahead": layer.keys_ahead,
         "position_bias": layer.position_bias is not None,
     }
-    for capability, value in facts.items():
+    inputs = (("layer_inputs", each.name) for each in layer.inputs)
+    for capability, value in (*facts.items(), *inputs):
         key = model_key(capability, group.name)
         yield GroupNeed(
             key=key, capability=capability, value=value, origin=f"model: {group.name} layers", inherent=True

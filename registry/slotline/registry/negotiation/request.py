@@ -295,4 +295,4 @@ def _needs_of(layer: AttentionLayer) -> tuple[object, ...]:
     shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.scale)
     biases = (layer.alibi_slopes, layer.position_bias)
     features = (layer.window, layer.chunk, layer.soft_cap, layer.sinks, *biases, layer.mla, layer.keys_ahead)
-    return (layer.kv_kind, layer.attention_type, shape, *features)
+    return (layer.kv_kind, layer.attention_type, shape, *features, layer.inputs)
