@@ -98,6 +98,8 @@ def test_hard_steps_give_transformers_tokens(hard: str, name: str, tiny_sight: S
     settings, run = {**ROOM, **HARD[hard]}, SIGHTS[name].longest_run
     if hard == "preemption" and name in ("idefics3", "smolvlm"):  # whose images have the most tokens
         settings |= {"memory": f"{100 * KIB_PER_TOKEN}KiB", "max_model_len": 96}
+    if hard == "preemption" and name.startswith("gemma4"):  # whose prompts are twice as long
+        settings |= {"memory": f"{(330 if run else 120) * KIB_PER_TOKEN}KiB", "max_model_len": 160}
     settings["scheduler.max_batched_tokens"] = max(settings["scheduler.max_batched_tokens"], run)
     llm = engines(path, block_size=4, **settings)
     with recorded(llm) as steps, recorded_items(llm) as items:

@@ -219,6 +219,27 @@ def _gemma3(ids: Mapping[str, int]) -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _gemma4(ids: Mapping[str, int], **settings: Any) -> Any:
+    text = {**tiny_models._FAMILIES["gemma4"].settings, **_SIZES, "tie_word_embeddings": False, **settings}
+    layers = text["num_hidden_layers"] = 4
+    config = transformers.Gemma4Config(
+        vision_config=transformers.Gemma4VisionConfig(
+            **_VISION, num_key_value_heads=2, head_dim=16, patch_size=2, pooling_kernel_size=2, standardize=True
+        ),
+        text_config=transformers.Gemma4TextConfig(
+            **text | {"layer_types": text["layer_types"][:layers], "vocab_size_per_layer_input": text["vocab_size"]}
+        ),
+        audio_config=None,
+        tie_word_embeddings=False,
+        **{name: ids.get(name.removesuffix("_id")) for name in ("image_token_id", "video_token_id", "audio_token_id")},
+    )
+    return transformers.Gemma4ForConditionalGeneration(config)
+
+
+def _seventy() -> Any:
+    return transformers.Gemma4ImageProcessorPil(patch_size=2, pooling_kernel_size=2, max_soft_tokens=70)
+
+
 def _squares() -> Any:
     return transformers.Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
 
@@ -231,6 +252,15 @@ _SPLIT = {
     **{f"row_{row}_col_{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)},
 }
 _ROWS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+_GEMMA4 = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
 SIGHTS: Mapping[str, TinySight] = {
     "idefics3": TinySight(
         placeholder="<image>",
@@ -281,6 +311,27 @@ SIGHTS: Mapping[str, TinySight] = {
         processor="Gemma3Processor",
         settings={"image_seq_length": 9},
         longest_run=9,
+    ),
+    "gemma4": TinySight(
+        placeholder="<|image|>",
+        tokens=_GEMMA4,
+        model=partial(_gemma4, initializer_range=0.2),
+        image_processor=_seventy,
+        processor="Gemma4Processor",
+    ),
+    "gemma4_ahead": TinySight(
+        placeholder="<|image|>",
+        tokens=_GEMMA4,
+        model=partial(
+            _gemma4,
+            use_bidirectional_attention="vision",
+            num_kv_shared_layers=0,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+        ),
+        image_processor=_seventy,
+        processor="Gemma4Processor",
+        longest_run=70,
     ),
     "mistral3": TinySight(
         placeholder="[IMG]",

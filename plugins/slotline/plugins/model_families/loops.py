@@ -46,6 +46,7 @@ class TransformersLoop:
         divide_within(getattr(self._base, "layers", ()), tokens)
         self._dtype = hf_model.dtype
         self._options = structure.taking(self._base.forward, {"use_cache": False, "return_dict": True})
+        self._reads_tokens = bool(getattr(self._base.config, "hidden_size_per_layer_input", None))
 
     def __call__(
         self,
@@ -65,6 +66,8 @@ class TransformersLoop:
             given["input_ids"] = input_ids.unsqueeze(0)
         else:
             given["inputs_embeds"] = inputs_embeds.unsqueeze(0)
+            if self._reads_tokens:  # in each layer, beside the hidden states
+                given["per_layer_inputs"] = self._base.get_per_layer_inputs(input_ids.unsqueeze(0))
         divided = self._tokens.step(positions.shape[-1], divided=False)
         with self._crossing.scope(), divided, tapped(self._base.layers, self._tokens.tapping(tap)):
             outputs = self._base(**given)

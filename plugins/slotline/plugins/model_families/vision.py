@@ -22,6 +22,10 @@ GRIDS: tuple[str, ...] = (
 TIMED: tuple[str, ...] = GRIDS[2:]
 """Those that write times between the frames of a video."""
 
+PADDED: tuple[str, ...] = ("Gemma4ForConditionalGeneration",)
+"""Models that read the padding token in the place of a placeholder: in their layers' own embeddings of tokens, and
+wherever a placeholder comes without an item."""
+
 PROMPT_TOKENS: Mapping[str, str] = MappingProxyType({"Gemma3ForConditionalGeneration": "boi_token_id"})
 """Where a configuration has the token that represents an image in a prompt, if that takes no embedding."""
 
@@ -30,6 +34,7 @@ INSIDE: tuple[str, ...] = ("Phi4MultimodalForCausalLM",)
 
 ARCHITECTURES: tuple[str, ...] = (
     "Gemma3ForConditionalGeneration",
+    *PADDED,
     "Idefics3ForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "LlavaForConditionalGeneration",
@@ -46,12 +51,13 @@ a decoder that reads its embeddings in the place of placeholder tokens, under pl
 
 DECODERS: tuple[str, ...] = (
     "Gemma3ForCausalLM",
+    "Gemma4ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-"""Decoders whose logits are the output projection's, without scaling or cap: the whole models apply neither."""
+"""Decoders whose logits the whole models make in the same way: Gemma 4 with its cap, the others without any."""
 
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,

@@ -36,7 +36,7 @@ from slotline.plugins.model_families.layer_embeds import added
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.plugins.model_families.video_frames import FrameVideos
 from slotline.plugins.model_families.video_pruning import KEPT, unpruned
-from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, INSIDE, PROMPT_TOKENS, TIMED
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, INSIDE, PADDED, PROMPT_TOKENS, TIMED
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -90,6 +90,9 @@ class VisionModel(DecoderModel):
         self._placeholders = {m.name: m.placeholder_token_id for m in context.facts.modalities}
         self._processing = {m.name: self._processing_of(m) for m in context.facts.modalities}
         self._device = torch.device(context.stages[0].device if context.stages else context.device)
+        self._unread: torch.Tensor | None = None
+        if self.facts.architecture in PADDED:
+            self._unread = torch.tensor(_unread_tokens(self._rule.config), device=self._device)
 
     def _processing_of(self, modality: Modality) -> ImageProcessing | VideoProcessing | FrameVideos | CroppedImages:
         if self.facts.architecture in INSIDE:
@@ -121,13 +124,29 @@ class VisionModel(DecoderModel):
         return positions, int(positions[:, -1].max()) + 1 - len(places)
 
     def forward(
-        self, *args: Any, layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        *args: Any,
+        layer_embeds: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
+        input_ids = self._read_tokens(input_ids)
         if layer_embeds is None:
-            return super().forward(*args, **options)
+            return super().forward(input_ids, *args, **options)
         with added(self.hf_model.base_model.layers, *layer_embeds, self._token_division):
-            return super().forward(*args, **options)
+            return super().forward(input_ids, *args, **options)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """See `slotline.registry.contracts.model_family.MultimodalModel.embed`."""
+        return super().embed(self._read_tokens(input_ids))
+
+    def _read_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return token ids [num_tokens], with padding in the place of those that the model does not read."""
+        if self._unread is None:
+            return input_ids
+        unread = (input_ids[:, None] == self._unread).any(-1)
+        return input_ids.masked_fill(unread, self._rule.config.text_config.pad_token_id)
 
     def process(self, modality: str, item: Any) -> ProcessedItem:
         """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
@@ -235,6 +254,12 @@ def _modalities(found: Checkpoint) -> tuple[Modality, ...]:
         return (image,)
     prunable = found.architecture in GRIDS
     return image, Modality(name=VIDEO, placeholder_token_id=int(found.config.video_token_id), prunable=prunable)
+
+
+def _unread_tokens(config: Any) -> list[int]:
+    """Return the placeholder tokens of all modalities, also of those that are not served."""
+    named = (getattr(config, f"{name}_token_id", None) for name in ("image", "video", "audio"))
+    return [token for token in named if token is not None]
 
 
 def _layer_embeds(found: Checkpoint, facts: ModelFacts) -> int:
