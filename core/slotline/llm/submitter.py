@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from attrs import define, evolve, field
@@ -21,6 +24,9 @@ from slotline.registry.lora_request import AdapterChoice, LoRARequest
 from slotline.text.items import items_of, with_plain_parts
 from slotline.text.template import ChatOptions
 from slotline.text.tokenizer import Tokenizer
+
+READERS = 16
+"""Most threads that read the items of one call's prompts. Processors of images leave Python for most of their time."""
 
 
 @define(eq=False)
@@ -157,9 +163,10 @@ class Submitter:
         groups: list[list[Request]] = []
         wrong: int | None = None
         try:
-            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
-                groups.append([])
-                self.submit(self.fields(prompt), one, adapter, groups[-1], stream=stream)
+            with self._reading(prompts) as read:
+                for fields, one, adapter in zip(read, params, adapters, strict=True):
+                    groups.append([])
+                    self.submit(fields(), one, adapter, groups[-1], stream=stream)
             if isinstance(self.front, ReplicaFront):
                 wrong, refusal = self._refused(self.front, groups)
                 if refusal is not None:
@@ -173,6 +180,33 @@ class Submitter:
                 raise RequestError(f"prompt {number}: {error.message}", fix=error.fix) from error
             raise
         return groups
+
+    @contextmanager
+    def _reading(self, prompts: Sequence[Prompt]) -> Iterator[Iterator[Callable[[], dict[str, Any]]]]:
+        """Hand out what returns the fields of each prompt, and begin to read several of them together.
+
+        Plain texts are tokenized in one call. Prompts with items, which take much longer, are read by threads.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str) and prompt]
+        known = dict[str, list[int]]()
+        if len(texts) > 1 and self._reader is None and self.front.tokenizer is not None:
+            with suppress(RequestError):  # the one that cannot be read is named when its turn comes
+                known = dict(zip(texts, self.tokenizer.encode_all(texts), strict=True))
+        large = [isinstance(prompt, Mapping) and bool(prompt.get("multi_modal_data")) for prompt in prompts]
+        with ThreadPoolExecutor(READERS, "slotline-items") as pool:
+
+            def reader(prompt: Any, apart: bool) -> Callable[[], dict[str, Any]]:
+                if apart:
+                    return pool.submit(self.fields, prompt).result
+                if isinstance(prompt, str) and prompt in known:
+                    prompt = {"prompt": prompt, "prompt_token_ids": known[prompt]}
+                return partial(self.fields, prompt)
+
+            apart = sum(large) > 1
+            try:
+                yield iter([reader(prompt, apart and one) for prompt, one in zip(prompts, large, strict=True)])
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     @staticmethod
     def _refused(front: ReplicaFront, groups: Sequence[Sequence[Request]]) -> tuple[int | None, BaseException | None]:

@@ -65,6 +65,18 @@ class Tokenizer:
             )
         return token_ids
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text, as `encode` does, in one call of the tokenizer.
+
+        Raises:
+            RequestError: see `encode`.
+        """
+        try:
+            found: list[list[int]] = self._hf(list(texts), return_attention_mask=False)["input_ids"]
+        except Exception:  # one by one, so that the message names the text
+            return [self.encode(text) for text in texts]
+        return [token_ids or self.encode(text) for text, token_ids in zip(texts, found, strict=True)]
+
     def _cut(self, texts: Sequence[str], limit: int) -> Any:
         """Return the encoding of a text or of two with at most `limit` tokens. The special tokens stay.
 

@@ -24,6 +24,10 @@ MAX_SHARED_QUERY = 16
 """Longest query that shares a group with other requests (decode, verification of drafts)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_packed = torch.ops.aten._flash_attention_forward.default
+PACKED_DTYPES = frozenset({"float16", "bfloat16"})
+PACKED_HEADS = range(8, 257, 8)
+"""Sizes of heads that torch's kernel for texts side by side takes, on a CUDA device."""
 
 Reach = tuple[int | None, int | None]
 """(window, chunk) of a layer."""
@@ -69,12 +73,23 @@ class Texts(NamedTuple):
     length: int
 
 
+class Packed(NamedTuple):
+    """Requests of an encoder that lie side by side, for one call of a kernel.
+
+    `bounds` is [num_requests + 1] int32, `num_tokens` and `longest` count tokens of all requests and of one.
+    """
+
+    bounds: torch.Tensor
+    num_tokens: int
+    longest: int
+
+
 class Plan(NamedTuple):
     """Plan of one step.
 
     `rows` are those of the `num_new` keys to store (None for all), `blocks` and `offsets` their destinations, int64.
     `prefix` handles the common prefix, if any, for all tokens. `groups` begin after it then.
-    Of encoders on a CPU there are `texts` in place of groups.
+    Of encoders there may be `texts` (on a CPU) or `packed` (on a CUDA device) in place of groups.
     """
 
     num_new: int
@@ -84,6 +99,7 @@ class Plan(NamedTuple):
     groups: list[Group]
     prefix: list[Group]
     texts: Sequence[Texts] = ()
+    packed: Packed | None = None
 
 
 class TorchBackend:
@@ -97,6 +113,7 @@ class TorchBackend:
         self._cross = context.layers[0].attention_type == "cross"
         self._plain_texts = self._encoder and torch.device(context.device).type == "cpu"
         self._plain_texts &= all(_is_plain(layer) for layer in context.layers)
+        self._packs = self._encoder and _can_pack(context)
         self._looks_ahead = context.layers[0].keys_ahead
         self._scales = context.kv_scales
         self._slopes = slopes_of(context)
@@ -112,6 +129,9 @@ class TorchBackend:
         if self._plain_texts:
             nothing = batch.slot_mapping[:0]
             return Plan(0, None, nothing, nothing, [], [], _texts(batch))
+        if self._packs:
+            nothing = batch.slot_mapping[:0]
+            return Plan(0, None, nothing, nothing, [], [], packed=_packed(batch))
         slots = batch.slot_mapping if self._cross else batch.slot_mapping[: batch.num_tokens]
         num_new = len(slots)
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
@@ -211,6 +231,8 @@ class TorchBackend:
     ) -> torch.Tensor:
         if self._plain_texts:
             return _attend_texts(layer, (query, key, value), plan.texts, out)
+        if plan.packed is not None:
+            return _attend_packed(layer, (query, key, value), plan.packed, out)
         lse = torch.full((layer.num_heads, query.shape[0]), -torch.inf, device=query.device)
         if sum(group.tokens.numel() for group in plan.groups) != out.shape[0]:
             out.zero_()  # padding, and requests that have no key at all
@@ -301,6 +323,49 @@ def _attend_texts(
         )
         out[start:end].unflatten(0, shape).copy_(result.transpose(1, 2))
         lse[:, start:end].unflatten(1, shape).copy_(sums.transpose(0, 1))
+    return lse
+
+
+def _can_pack(context: AttentionContext) -> bool:
+    """Return True if the device's kernel for texts side by side computes all layers of an encoder."""
+    device = torch.device(context.device)
+    if device.type != "cuda" or context.dtype not in PACKED_DTYPES:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and all(
+        _is_plain(layer) and layer.head_size in PACKED_HEADS for layer in context.layers
+    )
+
+
+def _packed(batch: AttentionBatch) -> Packed:
+    bounds = batch.query_start_loc[: batch.num_requests + 1].int()
+    ends = batch.query_start_loc_cpu[: batch.num_requests + 1]
+    return Packed(bounds, int(ends[-1]), int(np.diff(ends).max(initial=0)))
+
+
+def _attend_packed(
+    layer: AttentionLayer,
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    packed: Packed,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Compute attention within texts in one call of torch's FlashAttention-2.
+
+    Args:
+        states: query, key and value, [num_tokens, H, D] each.
+        out: [num_tokens, H, D]. That of padding becomes 0.
+
+    Returns:
+        the natural log-sum-exp [H, num_tokens] float32.
+    """
+    bounds, end, longest = packed
+    lse = torch.full((layer.num_heads, out.shape[0]), -torch.inf, device=out.device)
+    out[end:] = 0
+    if not end:
+        return lse
+    rows = (part[:end] if part.stride(2) == 1 else part[:end].contiguous() for part in states)
+    result, sums, *_ = _flash_packed(*rows, bounds, bounds, longest, longest, 0.0, False, False, scale=layer.scale)
+    out[:end] = result
+    lse[:, :end] = sums
     return lse
 
 

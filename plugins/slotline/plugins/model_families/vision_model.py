@@ -24,6 +24,7 @@ from slotline.plugins.model_families import (
     inspection,
     keys_ahead,
     loading,
+    packed_attention,
     weight_sizes,
 )
 from slotline.plugins.model_families.causal import causal_class
@@ -209,6 +210,9 @@ class VisionModel(DecoderModel):
             return _calling_slots(whole), encoder
         encoder, decoder = whole.model, _decoder_of(found)
         self._rule = bare(encoder)
+        if found.architecture in GRIDS:
+            device = torch.device(context.stages[0].device if context.stages else context.device)
+            packed_attention.serve(encoder.visual, whole.config.vision_config, device)
         with torch.device("meta"):
             hf_model = decoder.model_class(decoder.config)
         hf_model.model, hf_model.lm_head = _take_decoder(encoder), whole.lm_head
