@@ -241,6 +241,8 @@ def test_a_plan_is_no_promise_for_a_table_that_a_plugin_refuses(capsys: pytest.C
 def test_a_prompt_with_half_a_character_is_refused(text: str, engines: Callable[..., LLM]) -> None:
     with pytest.raises(RequestError, match=r"the tokenizer cannot read .*: '\\ud.*' is no character"):
         engines(None).generate(text)
+    with pytest.raises(RequestError, match=r"prompt 1: the tokenizer cannot read"):  # several are read together
+        engines(None).generate(["def", text, "class"])
 
 
 def test_an_adapter_that_nobody_loaded_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
