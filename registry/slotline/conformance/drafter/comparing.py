@@ -36,10 +36,16 @@ def same_drafts(
 def same_draft(expected: RowDraft, found: RowDraft, where: str) -> None:
     """Compare two proposals: token ids and parents exactly, probabilities up to rounding."""
     if (expected.token_ids, expected.parents) != (found.token_ids, found.parents):
-        raise Failed(f"{where}: the draft is {list(found.token_ids)}, it was {list(expected.token_ids)}")
+        raise Failed(f"{where}: the draft is {_described(found)}, it was {_described(expected)}")
     if expected.probabilities is not None and found.probabilities is not None:
         allowed = PROBABILITY_ERRORS * torch.finfo(torch.float32).eps
         for position, errors in enumerate((expected.probabilities - found.probabilities).abs()):
             worst = float(errors.max())
             if not worst <= allowed:
                 raise Failed(f"{where}: a probability at draft position {position} differs by {worst:.3g}")
+
+
+def _described(draft: RowDraft) -> str:
+    """Return the ids, and the tree's parents if there are any."""
+    parents = "" if draft.parents is None else f" with parents {list(draft.parents)}"
+    return f"{list(draft.token_ids)}{parents}"

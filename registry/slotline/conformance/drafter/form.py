@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from slotline.conformance.drafter.comparing import same_drafts
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, Run, check
-from slotline.testing.environments.drafter import World, draft_lengths, random_request, world_of
+from slotline.testing.environments.drafter import World, draft_lengths, random_request, tree_forms, world_of
 from slotline.testing.oracles.drafter import Fault
 from slotline.testing.subject import Subject
 
@@ -20,7 +20,7 @@ def by_length(subject: Subject) -> Iterable[Case]:
 
 def _faults(run: Run) -> list[Fault]:
     """Return the faults in the form over a few steps of a few requests."""
-    world = World(run.subject, num_tokens=run.case.get("num_tokens", 0))
+    world = World(run.subject, num_tokens=run.case.get("num_tokens", 0), form=run.case.get("form", ""))
     rng, found = run.rng, []
     for _ in range(6):
         rows = rng.sample(range(world.max_requests), rng.randint(1, world.max_requests))
@@ -62,10 +62,29 @@ def draft_parts(run: Run) -> None:
     _none_of(run, "parts")
 
 
+def by_form(subject: Subject) -> Iterable[Case]:
+    """Return the cases of `by_length` for each form in which trees are verified, but for that which is declared."""
+    return [{**case, "form": form} for form in tree_forms(subject)[:-1] for case in by_length(subject)]
+
+
+@check(Kind.DRAFTER, "drafter.tree.declared", Level.CONTRACT)
+def tree_declared(run: Run) -> None:
+    """A drafter that declares trees that differ between requests declares trees."""
+    declared = run.subject.capabilities
+    if declared.request_trees.support and not declared.tree.support:
+        raise Failed("request_trees is declared without tree, and no tree of it is ever verified: declare both")
+
+
 @check(Kind.DRAFTER, "drafter.tree.parents", Level.NUMERICS, needs={"tree": True}, cases=by_length)
 def tree_parents(run: Run) -> None:
-    """The parent of each node of a tree is a node before it, or -1."""
+    """The parent of each node of a tree is a node before it, or -1. Trees that may differ have parents by request."""
     _none_of(run, "parents")
+
+
+@check(Kind.DRAFTER, "drafter.tree.forms", Level.NUMERICS, needs={"tree": True}, cases=by_form)
+def tree_forms_are_kept(run: Run) -> None:
+    """Where less than the declared trees is verified, proposals have that form: one tree for all, or a path."""
+    _none_of(run, "shape", "vocabulary", "end", "parts", "parents")
 
 
 @check(Kind.DRAFTER, "drafter.probabilities.normalised", Level.NUMERICS, needs={"probabilities": True}, cases=by_length)

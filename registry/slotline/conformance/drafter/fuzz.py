@@ -51,12 +51,23 @@ def _admit(world: World, rng: Random, story: list[str]) -> None:
 
 def _accept(world: World, rng: Random, row: int, draft: RowDraft, story: list[str]) -> None:
     """Accept some of the draft and one more token, and sometimes more, as after a pause."""
-    kept = draft.token_ids[: rng.randint(0, len(draft.token_ids))] if draft.parents is None else ()
+    kept = _path(draft, rng.randint(0, len(draft.token_ids)))
     extra = rng.choice((1, 1, 1, 1 + world.num_tokens + rng.randint(1, 4)))
     request = world.requests[row]
     tokens = (*kept, *(rng.choice((rng.randrange(32), rng.choice(request.tokens))) for _ in range(extra)))
     world.requests[row] = request.then(tokens)
     story.append(f"row {row}: {len(draft.token_ids)} drafted, {len(tokens)} accepted")
+
+
+def _path(draft: RowDraft, count: int) -> tuple[int, ...]:
+    """Return the first `count` tokens of a chain, or those on the way to the last of `count` nodes of a tree."""
+    if draft.parents is None:
+        return draft.token_ids[:count]
+    node, found = count - 1, list[int]()
+    while node >= 0:
+        found.append(draft.token_ids[node])
+        node = draft.parents[node]
+    return tuple(reversed(found))
 
 
 def _leave(world: World, rng: Random, story: list[str]) -> None:

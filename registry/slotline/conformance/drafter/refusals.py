@@ -11,6 +11,7 @@ register_part_refusals(
         "devices": lambda _: ("cpu", "cuda", UNKNOWN),
         "max_tokens": lambda subject: beyond(subject, "max_tokens"),
         "tree": lambda _: (True,),
+        "request_trees": lambda _: (True,),
         "probabilities": lambda _: (True,),
     },
 )

@@ -236,7 +236,9 @@ class Draft:
         probabilities: [num_requests, num_tokens, vocab_size] float32 or float64, the distribution that each token was
             drawn from, given the tokens before it. None for a one-point distribution.
         parents: [num_tokens] int64 for a tree: index of each token's parent, -1 for the root. None for a chain. A
-            drafter that declares `request_trees` may give [num_requests, num_tokens]: a tree for each request.
+            drafter that declares `request_trees` may give [num_requests, num_tokens]: a tree for each request. Where
+            `DrafterContext.form` is ``tree`` there is one for all; where it is ``chain`` parents may be left out. The
+            parents of all nodes are looked at, also of those after the end of a proposal.
     """
 
     token_ids: torch.Tensor

@@ -72,6 +72,7 @@ class World:
     Attributes:
         subject: the plugin.
         num_tokens: requested draft tokens, by default the declared maximum up to 4.
+        form: how proposals are verified, see `DrafterContext.form`. By default the most that the drafter declares.
         garbage: kind of garbage after the histories (see the module).
         seed: seed of the garbage.
         ahead: number of tokens by which the host's counts are too large, for some requests. As with overlapping steps,
@@ -80,6 +81,7 @@ class World:
 
     subject: Subject
     num_tokens: int = 0
+    form: str = ""
     vocab_size: int = 32
     max_requests: int = 6
     max_model_len: int = 64
@@ -92,6 +94,7 @@ class World:
 
     def __attrs_post_init__(self) -> None:
         self.num_tokens = self.num_tokens or draft_lengths(self.subject, up_to=4)[-1]
+        self.form = self.form or tree_forms(self.subject)[-1]
         self.drafter = self.subject.build(with_checkpoint(self.subject, self.context()))
 
     def context(self) -> DrafterContext:
@@ -105,6 +108,7 @@ class World:
             max_model_len=self.max_model_len,
             device=self.subject.device.type,
             dtype="float32",
+            form=self.form,
         )
 
     def admit(self, row: int, request: Request) -> None:
@@ -140,7 +144,12 @@ class World:
         """Call the drafter, and return its answer and the faults in its form."""
         draft = self.drafter.propose(self.batch(rows))
         faults = draft_faults(
-            draft, rows, num_tokens=self.num_tokens, vocab_size=self.vocab_size, declared=self.subject.capabilities
+            draft,
+            rows,
+            num_tokens=self.num_tokens,
+            vocab_size=self.vocab_size,
+            declared=self.subject.capabilities,
+            form=self.form,
         )
         return draft, faults
 
@@ -205,6 +214,14 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
     return tuple(range(1, 1 + min(up_to, up_to if limit is None else limit)))
 
 
+def tree_forms(subject: Subject) -> tuple[str, ...]:
+    """Return the forms in which proposals of the drafter may be verified, the one that it declares last."""
+    declared = subject.capabilities
+    if not declared.tree.support:
+        return ("chain",)
+    return ("chain", "tree", "request_trees") if declared.request_trees.support else ("chain", "request_trees", "tree")
+
+
 def with_checkpoint(subject: Subject, context: DrafterContext) -> DrafterContext:
     """Return the context with a folder of dummy weights written by the plugin, if it needs one.
 
@@ -248,12 +265,13 @@ def hidden_states(requests: Sequence[Request], hidden_size: int) -> torch.Tensor
 
 def row_drafts(draft: Draft, rows: Sequence[int]) -> dict[int, RowDraft]:
     """Return a well-formed proposal divided by row."""
-    parents = None if draft.parents is None else tuple(draft.parents.tolist())
+    trees = None if draft.parents is None else draft.parents.expand(draft.token_ids.shape).tolist()
     found = {}
     for index, (row, ids) in enumerate(zip(rows, draft.token_ids.tolist(), strict=True)):
         length = ids.index(-1) if -1 in ids else len(ids)
         probabilities = None if draft.probabilities is None else draft.probabilities[index, :length].double().cpu()
-        found[row] = RowDraft(tuple(ids[:length]), probabilities, None if parents is None else parents[:length])
+        parents = None if trees is None else tuple(trees[index][:length])
+        found[row] = RowDraft(tuple(ids[:length]), probabilities, parents)
     return found
 
 

@@ -14,7 +14,7 @@ from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import drafter as reference
-from slotline.testing.reference.drafter import Array, HiddenHeads, PairCounts, PromptLookup, TwoBranches
+from slotline.testing.reference.drafter import Array, HiddenHeads, PairCounts, PromptLookup, Tries, TwoBranches
 
 # --- prompt lookup, which has no state and no probabilities
 
@@ -119,6 +119,95 @@ class UndeclaredParents(PromptLookup):
 class ParentOfItself(TwoBranches):
     def parents(self) -> list[int]:
         return [parent + 1 for parent in super().parents()]
+
+
+# --- a tree for each request
+
+
+class ParentAfterInTheLastTree(Tries):
+    def trie(self, history: list[int]) -> list[tuple[int, int]]:
+        nodes = super().trie(history)
+        forks = len(nodes) > 2 and nodes[2][1] != 1  # most trees are chains
+        return [(token, at if forks and at == 2 else parent) for at, (token, parent) in enumerate(nodes)]
+
+
+class FirstTreeForAll(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if draft.parents is not None and draft.parents.dim() == 2 and len(draft.parents):
+            draft.parents = draft.parents[:1].expand_as(draft.token_ids).contiguous()
+        return draft
+
+
+class TreesInTheOrderOfRows(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if draft.parents is not None and draft.parents.dim() == 2:
+            draft.parents = draft.parents[batch.rows.argsort().to(draft.parents.device)]
+        return draft
+
+
+class TreesWhereOneIsVerified(Tries):
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.differs = True
+
+
+class OneParentTooFew(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if draft.parents is not None and draft.parents.dim() == 2:
+            draft.parents = draft.parents[:, : self.num_tokens - 1]
+        return draft
+
+
+class ParentsCountFromOne(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if self.differs and draft.parents is not None:
+            draft.parents = draft.parents + 1
+        return draft
+
+
+class NarrowParents(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        return attrs.evolve(draft, parents=None if draft.parents is None else draft.parents.int())
+
+
+class GarbageParentsAfterTheEnd(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if draft.parents is not None and draft.parents.dim() == 2:
+            draft.parents[draft.token_ids < 0] = self.num_tokens
+        return draft
+
+
+class NoParentsOfRequests(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        return Draft(token_ids=draft.token_ids) if self.differs else draft
+
+
+class TreeOfTheRowBefore(Tries):
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.kept: dict[int, torch.Tensor] = {}
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if self.differs and draft.parents is not None:
+            for index, row in enumerate(batch.rows.tolist()):
+                draft.parents[index] = self.kept.setdefault(row, draft.parents[index].clone())
+        return draft
+
+
+class TreeByTheSizeOfTheBatch(Tries):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        if self.differs and len(batch.rows) > 4:  # "all are alike by then"
+            draft.parents = torch.arange(-1, self.num_tokens - 1, device=draft.token_ids.device)
+        return draft
 
 
 # --- heads on hidden states
@@ -227,7 +316,20 @@ def _mutant(name: str, summary: str, level: Level, factory: Any, base: Descripto
     return Mutant(name, summary, level, changed)
 
 
-_BASES = (reference.tree, reference.descriptor, reference.hidden_heads, reference.probabilistic)
+_BASES = (
+    reference.request_trees,
+    reference.tree,
+    reference.descriptor,
+    reference.hidden_heads,
+    reference.probabilistic,
+)
+_ONE_TREE = attrs.evolve(
+    reference.request_trees,
+    capabilities=attrs.evolve(reference.request_trees.capabilities, request_trees=Flag(False)),
+)
+_NO_TREE = attrs.evolve(
+    reference.request_trees, capabilities=attrs.evolve(reference.request_trees.capabilities, tree=Flag(False))
+)
 _NO_HISTORY = Descriptor(
     kind=Kind.DRAFTER,
     name="no_history",
@@ -252,6 +354,25 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("caches-by-length", "keeps drafts by row and length over requests", Level.HOSTILE, CachesByRowAndLength),
     _mutant("undeclared-parents", "returns parents without declaring a tree", Level.NUMERICS, UndeclaredParents),
     _mutant("own-parent", "a node of its tree is its own parent", Level.NUMERICS, ParentOfItself),
+    _mutant("last-parent", "a node of one request's tree is its own parent", Level.NUMERICS, ParentAfterInTheLastTree),
+    _mutant("first-tree", "gives all requests the first one's tree", Level.HOSTILE, FirstTreeForAll),
+    _mutant("trees-by-row", "gives trees in the order of rows, not of the batch", Level.HOSTILE, TreesInTheOrderOfRows),
+    _mutant("trees-for-one", "gives a tree for each where one is verified", Level.NUMERICS, TreesWhereOneIsVerified),
+    _mutant("parent-too-few", "gives a parent less than nodes", Level.NUMERICS, OneParentTooFew),
+    _mutant("parents-from-one", "counts nodes from 1 in parents of requests", Level.NUMERICS, ParentsCountFromOne),
+    _mutant("narrow-parents", "returns int32 parents", Level.NUMERICS, NarrowParents),
+    _mutant("parents-after-end", "leaves garbage as parents after the end", Level.NUMERICS, GarbageParentsAfterTheEnd),
+    _mutant("no-parents", "returns no parents where trees are verified", Level.NUMERICS, NoParentsOfRequests),
+    _mutant("kept-tree", "gives a row the tree that it first had", Level.HOSTILE, TreeOfTheRowBefore),
+    _mutant("tree-by-batch", "gives large batches a chain", Level.HOSTILE, TreeByTheSizeOfTheBatch),
+    _mutant(
+        "undeclared-trees",
+        "gives a tree for each request without declaring it",
+        Level.NUMERICS,
+        TreesWhereOneIsVerified,
+        base=_ONE_TREE,
+    ),
+    _mutant("trees-no-tree", "declares trees of requests and no tree", Level.CONTRACT, Tries, base=_NO_TREE),
     _mutant(
         "undeclared-history", "reads the history without declaring it", Level.HOSTILE, PromptLookup, base=_NO_HISTORY
     ),
@@ -276,6 +397,7 @@ MUTANTS: tuple[Mutant, ...] = (
 CORRECT: tuple[Correct, ...] = (
     Correct("prompt lookup: no state, one-point proposals", reference.descriptor),
     Correct("two lookups in a tree", reference.tree),
+    Correct("lookups in a tree for each request", reference.request_trees),
     Correct("heads on hidden states: no history", reference.hidden_heads),
     Correct("counted pairs: state by row, draws with probabilities", reference.probabilistic),
 )

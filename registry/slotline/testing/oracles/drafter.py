@@ -42,11 +42,24 @@ class Fault:
 
 
 def draft_faults(
-    draft: Draft, rows: Sequence[int], *, num_tokens: int, vocab_size: int, declared: DrafterCapabilities
+    draft: Draft,
+    rows: Sequence[int],
+    *,
+    num_tokens: int,
+    vocab_size: int,
+    declared: DrafterCapabilities,
+    form: str = "tree",
 ) -> list[Fault]:
     """Return all faults in the form of a draft.
 
     Rules: ``shape``, ``vocabulary``, ``end``, ``parts``, ``probabilities``, ``parents``.
+
+    Args:
+        draft: the answer of `propose`.
+        rows: the requests that it was asked for, in this order.
+        num_tokens, form: as in `DrafterContext`. Where trees are verified as chains, parents may be left out.
+        vocab_size: tokens of the vocabulary.
+        declared: what the drafter declares.
     """
     ids = getattr(draft, "token_ids", None)
     if not isinstance(ids, torch.Tensor):
@@ -55,11 +68,11 @@ def draft_faults(
         return [Fault("shape", f"token_ids are {ids.dtype}, the contract says torch.int64")]
     if ids.dim() != 2 or ids.shape[0] != len(rows) or ids.shape[1] > num_tokens:
         return [Fault("shape", f"token_ids have shape {tuple(ids.shape)}, wanted [{len(rows)}, at most {num_tokens}]")]
-    found = list(_id_faults(ids.cpu(), rows, vocab_size)) + list(_part_faults(draft, declared))
+    found = list(_id_faults(ids.cpu(), rows, vocab_size)) + list(_part_faults(draft, declared, form))
     if not found and draft.probabilities is not None:
         found += _probability_faults(draft.probabilities, ids.cpu(), rows, vocab_size)
     if not found and draft.parents is not None:
-        found += _parent_faults(draft.parents, ids.shape[1])
+        found += _parent_faults(draft.parents, rows, ids.shape[1], declared, form)
     return found
 
 
@@ -75,14 +88,14 @@ def _id_faults(ids: torch.Tensor, rows: Sequence[int], vocab_size: int) -> list[
     return found
 
 
-def _part_faults(draft: Draft, declared: DrafterCapabilities) -> list[Fault]:
+def _part_faults(draft: Draft, declared: DrafterCapabilities, form: str) -> list[Fault]:
     found = []
     for name, value, flag in (
         ("probabilities", draft.probabilities, declared.probabilities),
         ("parents", draft.parents, declared.tree),
     ):
         needed = bool(flag.support)
-        if needed and value is None:
+        if needed and value is None and not (name == "parents" and form == "chain"):
             found.append(Fault("parts", f"{name} are None, though the descriptor declares them"))
         if not needed and value is not None:
             found.append(Fault("parts", f"{name} are given, though the descriptor does not declare them"))
@@ -111,11 +124,23 @@ def _probability_faults(
     ]
 
 
-def _parent_faults(parents: torch.Tensor, length: int) -> list[Fault]:
-    if parents.dtype is not torch.int64 or tuple(parents.shape) != (length,):
-        return [Fault("parents", f"parents are {parents.dtype} {tuple(parents.shape)}, wanted torch.int64 [{length}]")]
-    wrong = [(node, parent) for node, parent in enumerate(parents.tolist()) if not -1 <= parent < node]
-    return [Fault("parents", f"node {n} has parent {p}: neither -1 nor a node before it") for n, p in wrong[:1]]
+def _parent_faults(
+    parents: torch.Tensor, rows: Sequence[int], length: int, declared: DrafterCapabilities, form: str
+) -> list[Fault]:
+    """Return the first fault of one tree for all requests, or of each request's tree where such were declared."""
+    shapes: list[tuple[int, ...]] = [(length,)]
+    if declared.request_trees.support and form != "tree":
+        shapes.append((len(rows), length))
+    if not isinstance(parents, torch.Tensor) or parents.dtype is not torch.int64 or tuple(parents.shape) not in shapes:
+        given = f"{parents.dtype} {tuple(parents.shape)}" if isinstance(parents, torch.Tensor) else repr(parents)[:80]
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        return [Fault("parents", f"parents are {given}, wanted torch.int64 {wanted} where the form is {form!r}")]
+    for index, tree in enumerate(parents.reshape(-1, length).tolist()):
+        whose = f"row {rows[index]}: " if parents.dim() == 2 else ""
+        for node, parent in enumerate(tree):
+            if not -1 <= parent < node:
+                return [Fault("parents", f"{whose}node {node} has parent {parent}: neither -1 nor a node before it")]
+    return []
 
 
 def verify_by_match(

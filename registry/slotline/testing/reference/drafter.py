@@ -1,4 +1,4 @@
-"""Small drafters: prompt lookup, a tree of lookups, heads on hidden states, and counted pairs with probabilities."""
+"""Small drafters: prompt lookup, trees of lookups, heads on hidden states, and counted pairs with probabilities."""
 
 from __future__ import annotations
 
@@ -84,6 +84,38 @@ class TwoBranches(PromptLookup):
         """Return `length` tokens after a match."""
         found = [int(token) for at in match for token in history[at + 1 : at + 1 + length]]
         return found + [0] * (length - len(found))
+
+
+class Tries(TwoBranches):
+    """Drafter of a tree for each request: what followed each earlier occurrence of the newest token, as a trie.
+
+    Later occurrences come first. Where one tree is verified for all requests it has two branches.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.differs = context.form == "request_trees"
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        if not self.differs:
+            return super().propose(batch)
+        tries = [self.trie(history.tolist()) for history in self.histories(batch)]
+        token_ids = self.pack([[token for token, _ in trie] for trie in tries])
+        parents = self.pack([[parent for _, parent in trie] for trie in tries])  # filled up with -1 too
+        return Draft(token_ids=token_ids, parents=parents)
+
+    def trie(self, history: list[int]) -> list[tuple[int, int]]:
+        """Return the nodes, a token and a parent each, up to `num_tokens`."""
+        nodes: list[tuple[int, int]] = []
+        for start in range(len(history) - 1, 0, -1):
+            if history[start - 1] != history[-1]:
+                continue
+            parent = -1
+            for token in history[start : start + self.num_tokens]:
+                if (token, parent) not in nodes:
+                    nodes.append((token, parent))
+                parent = nodes.index((token, parent))
+        return nodes[: self.num_tokens]
 
 
 class HiddenHeads:
@@ -184,6 +216,16 @@ tree = Descriptor(
     summary="prompt lookup as a tree of two chains",
     capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), tree=Flag(True), needs_history=True),
     factory=TwoBranches,
+)
+
+request_trees = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_tries",
+    summary="prompt lookup as a tree for each request",
+    capabilities=DrafterCapabilities(
+        devices=Set(None), max_tokens=Max(), tree=Flag(True), request_trees=Flag(True), needs_history=True
+    ),
+    factory=Tries,
 )
 
 hidden_heads = Descriptor(
