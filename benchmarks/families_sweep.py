@@ -44,6 +44,7 @@ SETTINGS: Mapping[str, Any] = {
     "memory": "16MiB",
     "scheduler.max_batched_tokens": 24,
     "enable_prefix_caching": True,
+    "multimodal.text_only": True,
     "observability.progress": False,
 }
 _TEXT = ("text", "decoder", "language", "llm", "thinker")

@@ -24,13 +24,16 @@ class Fields(dict[str, Any]):
     """Arguments of `Engine.add` that were read before."""
 
 
-def prompt_fields(prompt: Prompt, tokenizer: Callable[[], Tokenizer], reader: Any) -> dict[str, Any]:
+def prompt_fields(
+    prompt: Prompt, tokenizer: Callable[[], Tokenizer], reader: Any, *, text_only: bool = False
+) -> dict[str, Any]:
     """Return the arguments of `Engine.add` for a prompt.
 
     Args:
         prompt: text, token ids or a mapping, as for `LLM.generate`.
         tokenizer: returns what makes token ids of a text. Called if the prompt has none.
         reader: reads items, see `PromptReader` of the extension `multimodal`. None for a text-only model.
+        text_only: `multimodal.text_only` is why the model takes text alone.
 
     Raises:
         RequestError: if the prompt cannot be read.
@@ -56,7 +59,7 @@ def prompt_fields(prompt: Prompt, tokenizer: Callable[[], Tokenizer], reader: An
     if "prompt_token_ids" not in fields:
         fields["prompt_token_ids"] = _encoded(fields["prompt"], tokenizer)
     data = fields.pop("multi_modal_data", None)
-    return fields | _with_items(fields["prompt_token_ids"], data, reader) if data else fields
+    return fields | _with_items(fields["prompt_token_ids"], data, reader, text_only=text_only) if data else fields
 
 
 def _with_encoder(fields: dict[str, Any], tokenizer: Callable[[], Tokenizer], reader: Any) -> dict[str, Any]:
@@ -102,12 +105,14 @@ def _with_embeds(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "prompt_token_ids": [0] * len(embeds), "prompt_embeds": embeds}
 
 
-def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], reader: Any) -> dict[str, Any]:
+def _with_items(
+    token_ids: Sequence[int], data: Mapping[str, Any], reader: Any, *, text_only: bool = False
+) -> dict[str, Any]:
     """Return the prompt's fields with its items in place of their placeholders."""
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data={safe_repr(data)} is no mapping", fix="give {'image': ...}")
     if reader is None:
-        refuse_items(data)
+        refuse_items(data, left_out=text_only)
         return {}
     expanded, features = reader.read(as_token_ids(token_ids), data)
     return {"prompt_token_ids": expanded, "features": features}

@@ -21,7 +21,7 @@ from slotline.registry.contracts import PoolingForm, PoolingParams
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import RequestError
 from slotline.registry.lora_request import AdapterChoice, LoRARequest
-from slotline.text.items import items_of, with_plain_parts
+from slotline.text.items import items_of, refuse_items, with_plain_parts
 from slotline.text.template import ChatOptions
 from slotline.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ class Submitter:
             RequestError: if the prompt cannot be read.
         """
         with self.front.plugins.naming():
-            return prompt_fields(prompt, lambda: self.tokenizer, self._reader)
+            return prompt_fields(prompt, lambda: self.tokenizer, self._reader, text_only=self._text_only)
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """Return the tokens of a text, at most `limit` if it is a number.
@@ -126,9 +126,11 @@ class Submitter:
         """Return the prompt of a conversation, with its items besides text.
 
         Raises:
-            RequestError: if the template refuses it.
+            RequestError: if the template refuses it, or if it has items and encoders are left out.
         """
         reader, conversation = self._reader, [with_plain_parts(message) for message in conversation]
+        if self._text_only:
+            refuse_items(items_of(conversation), left_out=True)
         items = {} if reader is None else reader.placeholders
         cross = frozenset[str]() if reader is None else reader.cross
         return {
@@ -259,3 +261,8 @@ class Submitter:
     def _reader(self) -> Any:
         """The reader of inputs besides text, None for a model of text alone."""
         return getattr(self.front.extension("multimodal"), "reader", None)
+
+    @property
+    def _text_only(self) -> bool:
+        """Whether the model's encoders are left out by `multimodal.text_only`."""
+        return any(setting.key == "multimodal.text_only" for setting in self.front.plan.settings)

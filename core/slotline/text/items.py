@@ -8,17 +8,23 @@ from typing import Any
 from slotline.registry.errors import RequestError
 
 
-def refuse_items(data: Mapping[str, Any]) -> None:
-    """Refuse items for a text-only model.
+def refuse_items(data: Mapping[str, Any], *, left_out: bool = False) -> None:
+    """Refuse items for a model of text alone.
+
+    Args:
+        left_out: the model has encoders, and `multimodal.text_only` leaves them out.
 
     Raises:
         RequestError: if there are any items.
     """
-    if any(as_items(given) for given in data.values()):
-        raise RequestError(
-            f"multi_modal_data has {', '.join(map(str, data))}, and this model takes text alone",
-            fix="leave multi_modal_data out, or use a model that takes images",
-        )
+    if not any(as_items(given) for given in data.values()):
+        return
+    why, fix = "this model takes text alone", "use a model that takes images"
+    if left_out:
+        why, fix = "multimodal.text_only = true serves the model's text part alone", "set multimodal.text_only = false"
+    raise RequestError(
+        f"multi_modal_data has {', '.join(map(str, data))}, and {why}", fix=f"leave multi_modal_data out, or {fix}"
+    )
 
 
 _URLS = {"image_url": "image", "video_url": "video"}

@@ -16,25 +16,37 @@ from slotline.registry.named_path import explain_name
 from slotline.registry.negotiation.reasons import Note
 
 
-def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
+def family_for(
+    registry: PluginRegistry, path: Path, key: str = "model", *, text_only: bool = False
+) -> tuple[Descriptor[Any], ModelFamily]:
     """Return the model family that serves the checkpoint's architecture.
+
+    Families that list it come before those that try it by inspection.
 
     Args:
         key: the configuration key that names the folder.
+        text_only: prefer a family by inspection, which leaves encoders out.
 
     Raises:
         ModelError: if there is no checkpoint at `path`, or no family serves it.
     """
     architectures = _architectures(path, key)
     candidates = registry.candidates(Kind.MODEL_FAMILY)
-    for descriptor in candidates:
-        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
-            return descriptor, registry.build(descriptor)
+    listing = (
+        descriptor
+        for descriptor in candidates
+        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures)
+    )
+    chosen = next(listing, None)
+    if chosen is not None and (not text_only or chosen.capabilities.by_inspection.support):
+        return chosen, registry.build(chosen)
     for descriptor in candidates:
         if descriptor.capabilities.by_inspection.support:
             family: InspectingFamily = registry.build(descriptor)
             if any(family.takes_on(name) for name in architectures):
                 return descriptor, family
+    if chosen is not None:
+        return chosen, registry.build(chosen)
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
     hint = family_hint(architectures[0], served)
     raise ModelError(

@@ -68,6 +68,7 @@ from slotline.planner.sampling_defaults import sampling_defaults
 from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
+from slotline.planner.text_only import choose_text_only, text_only_hint
 from slotline.planner.video_pruning import choose_video_pruning
 from slotline.planner.weight_source import find_source
 from slotline.planner.weights import (
@@ -303,14 +304,17 @@ def _negotiated(
     devices = tuple(device.torch_device for device in named)
     source = find_source(loaded, SMALL_MODEL, weights=weights_wanted)
     path = unpacked(registry, source.path)
-    family_descriptor, family = family_for(registry, path)
-    source = source.of_family(family_descriptor)
+    text_only = config.multimodal.text_only
+    family_descriptor, family = family_for(registry, path, text_only=text_only)
+    hint = partial(text_only_hint, registry, path, family_descriptor)
+    source = source.of_family(family_descriptor, hint)
     weight_format = None
     if source.quantizable:
-        weight_format = choose_format(loaded, registry, path, family_descriptor, saved=source.quantized)
+        weight_format = choose_format(loaded, registry, path, family_descriptor, saved=source.quantized, hint=hint)
     looked = source.look if weight_format is None else {"quantized": True, **source.look}
     whole = family.inspect(path, **looked)
     facts = inspect_shard(loaded, family, family_descriptor, whole, looked, place)
+    without_encoders = choose_text_only(loaded, facts, family_descriptor)
     _refuse_windows(facts)
     refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
@@ -335,7 +339,7 @@ def _negotiated(
         drafter,
         whole,
         max_model_len,
-        lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
+        lambda other: family_for(registry, other, "drafter.path", text_only=text_only)[1].inspect(other),
         divided=num_stages > 1 and not rank_stages,
     )
     stages = with_draft_layers(stages, len(own_layers), place)
@@ -396,6 +400,7 @@ def _negotiated(
             *(draft_length_setting(loaded, max_model_len) if drafter else ()),
             *choose_prompt_embeds(loaded, facts, family_descriptor, drafter),
             *choose_video_pruning(loaded, facts),
+            *without_encoders,
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,12 @@ class WeightSource:
             key=KEY, asked=asked, resolved=self.format, origin=origin.where, explicit=origin.kind != "default"
         )
 
-    def of_family(self, descriptor: Descriptor[Any]) -> WeightSource:
+    def of_family(self, descriptor: Descriptor[Any], hint: Callable[[], str] = str) -> WeightSource:
         """Return the same source if a model family reads it, with the weights downloaded if it needs them to look.
+
+        Args:
+            descriptor: of the family.
+            hint: returns what to add to the fix if it does not read the source's form.
 
         Raises:
             NegotiationError: if the family does not read this form, or weights of this form cannot be quantized.
@@ -81,7 +86,7 @@ class WeightSource:
         if formats.refusal(self.format) is not None:
             raise NegotiationError(
                 f"load.format = {self.format!r}: model family {descriptor.name!r} reads {formats.describe()}",
-                fix=f"set load.format to one of {formats.describe()}, or name a Hugging Face checkpoint",
+                fix=f"set load.format to one of {formats.describe()}, or name a Hugging Face checkpoint{hint()}",
             )
         asked = self.loaded.config.weights.quantize
         if self.format == "sharded" and asked not in ("", self.quantized):

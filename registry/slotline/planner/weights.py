@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,12 +66,19 @@ class WeightsChoice:
 
 
 def choose_format(
-    loaded: LoadedConfig, registry: PluginRegistry, path: Path, family: Descriptor[Any], *, saved: str = ""
+    loaded: LoadedConfig,
+    registry: PluginRegistry,
+    path: Path,
+    family: Descriptor[Any],
+    *,
+    saved: str = "",
+    hint: Callable[[], str] = str,
 ) -> FormatChoice | None:
     """Return the format that reads a checkpoint's quantized weights, or that quantizes them at load. None if neither.
 
     Args:
         saved: the method by which weights were quantized before they were saved.
+        hint: returns what to add to the fix if the family does not take quantized weights.
 
     Raises:
         ModelError: if no plugin reads them.
@@ -91,7 +98,7 @@ def choose_format(
     if refusal := family.capabilities.quantized.refusal(True):
         raise ModelError(
             f"{path} is to run with quantized weights ({asked or method}), and model family {family.name!r}: {refusal}",
-            fix=_FULL if method else 'set weights.quantize = ""',
+            fix=_FULL if method else f'set weights.quantize = ""{hint()}',
         )
     context = WeightFormatContext(
         contract=bind_contract(descriptor),

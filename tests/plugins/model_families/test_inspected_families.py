@@ -37,6 +37,7 @@ SERVED = {
     "minimax": "MiniMaxForCausalLM",
     "zamba": "ZambaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
 }
 """Model type -> architecture, one for each way to name parts, to make logits, to count positions and to keep states."""
 
@@ -106,7 +107,6 @@ def test_an_unlisted_architecture_gives_the_text_of_transformers(model_type: str
             "other logits than Cohere2ForCausalLM, its text part",
         ),
         ("paligemma", "PaliGemmaForConditionalGeneration", "sets use_bidirectional_attention, so it is no causal"),
-        ("gemma4_unified_text", "Gemma4UnifiedForCausalLM", "sets use_bidirectional_attention, so it is no causal"),
     ],
 )
 def test_what_does_not_run_right_is_refused_with_the_reason(

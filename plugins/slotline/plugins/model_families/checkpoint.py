@@ -23,6 +23,7 @@ from slotline.plugins.model_families.decoder import (
 )
 from slotline.plugins.model_families.seq2seq import ARCHITECTURES as SEQ2SEQ
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
+from slotline.plugins.model_families.vision import INSIDE
 from slotline.registry.architectures import family_hint
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS
 from slotline.registry.errors import ModelError
@@ -89,7 +90,8 @@ class Checkpoint:
         parts = f"only the text part of {self.architecture} is served, as {name}: its encoders are left out"
         if not self.by_inspection:
             return ()
-        return (known if self.is_vetted else checked, *((parts,) if self.whole else ()))
+        encoders = self.whole is not None or self.architecture in INSIDE
+        return (known if self.is_vetted else checked, *((parts,) if encoders else ()))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -171,6 +173,8 @@ def read(path: Path, served: Sequence[str] = SERVED, *, quantized: bool = False)
     if served is SERVED and composite.is_composite(config, model_class):
         whole = model_class, config
         model_class, config = composite.text_class(path, architecture, config)
+    elif served is SERVED and architecture in INSIDE:
+        model_class = composite.without_inner(model_class)
     if quantized and hasattr(config, "quantization_config"):
         del config.quantization_config
     _refuse_unserved_features(path, config)
@@ -255,7 +259,8 @@ def _refuse_unserved_features(path: Path, config: Any) -> None:
             f"{path} holds quantized weights (quantization_config), which this family cannot read",
             fix="use the checkpoint in bfloat16, float16 or float32",
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    ahead = getattr(config, "use_bidirectional_attention", False)
+    if ahead and ahead != "vision":  # tokens of an image see each other then, and text is causal
         raise ModelError(
             f"{path} sets use_bidirectional_attention, so it is no causal decoder",
             fix="use a checkpoint without it",

@@ -86,7 +86,9 @@ def load_transformers_model(
     except Exception as error:  # readers of several formats, each with errors of its own
         raise weight_files.unreadable(path, error, str(report_of)) from error
     weight_files.refuse_whole_numbers(tensors, report["unexpected_keys"], model)
-    if unused := unused_weights.review(model, report["unexpected_keys"], path):
+    left_out = tuple(f"{name}." for name in composite.left_out(model))
+    unexpected = {name for name in report["unexpected_keys"] if not f"{name}.".startswith(left_out)}
+    if unused := unused_weights.review(model, unexpected, path):
         logger.warning(
             "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)
         )

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import transformers
 
+from slotline.plugins.model_families.audio import ARCHITECTURES as AUDIO
 from slotline.registry.errors import ModelError
 
 _INSIDE = "it computes attention inside its modules, outside transformers' interface"
@@ -35,7 +36,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 def is_tried(architecture: str) -> bool:
     """Return True for transformers' classes that generate text, alone or after encoders of other inputs."""
-    return architecture in _known() and hasattr(transformers, architecture)
+    return (architecture in _known() or architecture in AUDIO) and hasattr(transformers, architecture)
 
 
 def refuse(path: Path, architecture: str) -> None:

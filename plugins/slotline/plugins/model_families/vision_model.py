@@ -57,6 +57,7 @@ class TransformersVision(TransformersDecoder):
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), self.architectures)
         weight_sizes.require_weights(found)
+        _refuse_no_encoder(found)
         facts = inspection.facts_of(_decoder_of(found), shard)
         facts = keys_ahead.with_keys_ahead(facts, found.model_class, found.config)
         size = 0 if found.architecture in INSIDE else _encoder_size(found)
@@ -225,6 +226,19 @@ def _calling_slots(hf_model: Any) -> Any:
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     hf_model.config._attn_implementation = binding.ATTENTION_NAME
     return hf_model.eval().requires_grad_(False)
+
+
+def _refuse_no_encoder(found: Checkpoint) -> None:
+    """Refuse a model of this class that was saved without its encoder.
+
+    Raises:
+        ModelError: if it was.
+    """
+    if getattr(found.config, "vision_config", found) is None:
+        raise ModelError(
+            f"{found.path / 'config.json'}: vision_config = null, so this {found.architecture} sees nothing",
+            fix="set multimodal.text_only = true to serve its text part, or download config.json again",
+        )
 
 
 def _encoder_size(found: Checkpoint) -> int:

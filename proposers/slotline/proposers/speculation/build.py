@@ -35,7 +35,7 @@ from slotline.registry.ranks import ALONE
 def _load_draft_model(planned: Planned, path: Path) -> Model:
     """Load a whole draft model on the device, with its attention layers numbered after those of the served model."""
     config = planned.loaded.config
-    descriptor, family = family_for(planned.registry, path, "drafter.path")
+    descriptor, family = family_for(planned.registry, path, "drafter.path", text_only=config.multimodal.text_only)
     facts = family.inspect(path)
     layers = numbered(facts.layers, len(planned.facts.layers))
     return family.load(

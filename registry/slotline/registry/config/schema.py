@@ -193,6 +193,13 @@ class SchedulerConfig:
 class MultimodalConfig:
     """Images and other inputs besides text, if the model takes any. Sizes are counted in embeddings."""
 
+    text_only: bool = field(
+        default=False,
+        metadata=_doc(
+            "serve the text part of a model that also takes images or sound, without its encoders; its images and "
+            "sound are refused then"
+        ),
+    )
     cache_tokens: int | Literal["auto"] = field(
         default="auto",
         validator=positive_or_auto,
