@@ -30,6 +30,7 @@ GUIDES = {  # the page that explains a slot at length
     "model_family": ("Model families", "../model-families.md"),
     "structured_output": ("Structured output", "../structured-output.md"),
     "response_parser": ("Tool calls", "../tool_calls.md"),
+    "scheduler_policy": ("Scheduling", "../scheduling.md"),
     "extension": ("Step extensions", "../extensions.md"),
     "linear": ("Quantization", "../quantization.md"),
     "experts": ("Quantization", "../quantization.md"),

@@ -39,6 +39,7 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.RESPONSE_PARSER: {"response_parser.name": "broken"},
     Kind.COMMUNICATOR: {"parallel.tensor": 2, "parallel.communicator": "broken"},
     Kind.EXPERT_PLACEMENT: {"parallel.tensor": 2, "parallel.expert": 2, "parallel.expert_placement": "broken"},
+    Kind.SCHEDULER_POLICY: {"scheduler.policy": "broken"},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -59,6 +60,7 @@ REMEDIES = {
     Kind.RESPONSE_PARSER: r"response_parser\.name",
     Kind.COMMUNICATOR: r"parallel\.communicator",
     Kind.EXPERT_PLACEMENT: r"parallel\.expert_placement",
+    Kind.SCHEDULER_POLICY: r"scheduler\.policy",
 }
 OF_RANKS = (Kind.COMMUNICATOR, Kind.EXPERT_PLACEMENT)
 """Built by engines of several processes only. Here their plan builds them, in one."""

@@ -19,6 +19,7 @@ from slotline.plugins.logits_processors import no_repeat_ngram
 from slotline.plugins.lora import grouped
 from slotline.plugins.model_families import decoder
 from slotline.plugins.response_parsers import descriptors as response_parsers
+from slotline.plugins.schedulers import descriptors as schedulers
 from slotline.plugins.structured_output import llguidance
 from slotline.plugins.weight_formats import descriptors as weight_formats
 from slotline.proposers import ngram
@@ -61,6 +62,7 @@ _SHIPPED = {
     "response_parser": SimpleNamespace(descriptor=response_parsers.hermes),
     "communicator": SimpleNamespace(descriptor=communicators.gloo),
     "expert_placement": SimpleNamespace(descriptor=expert_placements.greedy),
+    "scheduler_policy": SimpleNamespace(descriptor=schedulers.fcfs),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from attrs import define, field
@@ -20,8 +21,12 @@ from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.plugins.multimodal.encoder_cache import EncoderCache
 from slotline.plugins.multimodal.features import Feature
 from slotline.plugins.multimodal.item_scheduler import ItemScheduler, StepItems
-from slotline.registry.contracts import KVSpecContext
+from slotline.plugins.schedulers import descriptors as policies
+from slotline.registry.contracts import KVSpecContext, SchedulerPolicyContext
 from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.loading import resolve_factory
+from slotline.registry.policy_queue import BuiltPolicy
 
 
 def request(name: str, prompt: list[int], arrival: int = 0, priority: int = 0, **params: object) -> Request:
@@ -73,6 +78,8 @@ class Bench:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     encoder_cache: EncoderCache | None = None
+    policy: Descriptor[Any] = policies.priority
+    options: Any = None  # of the policy
     rows: RequestTable = field(init=False)
     cache: KVCacheManager = field(init=False)
     items: ItemScheduler | None = field(default=None, init=False)
@@ -105,7 +112,20 @@ class Bench:
             max_batched_tokens=self.max_batched_tokens,
             chunked_prefill=self.chunked_prefill,
             extensions=extensions,
+            policy=self.built_policy(),
         )
+
+    def built_policy(self) -> BuiltPolicy:
+        """The policy, as the builder of an engine makes it."""
+        context = SchedulerPolicyContext(
+            contract=1,
+            max_requests=self.max_requests,
+            max_batched_tokens=self.max_batched_tokens,
+            max_model_len=self.max_model_len,
+            options=self.options,
+        )
+        made = resolve_factory(self.policy)(context)
+        return BuiltPolicy(policy=made, capabilities=self.policy.capabilities, label=self.policy.name)
 
     def add(
         self,
@@ -114,12 +134,13 @@ class Bench:
         *,
         priority: int = 0,
         features: tuple[Feature, ...] = (),
+        inputs: dict[str, Any] | None = None,
         **params: object,
     ) -> Request:
         """Queue a request; a number stands for so many tokens of its own."""
         tokens = [1000 * (self.arrivals + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         made = request(name, tokens, self.arrivals, priority, **params)
-        made.inputs["features"] = features
+        made.inputs |= {"features": features, **(inputs or {})}
         for prepare in self.scheduler.extensions.prepare_request:
             prepare(made)
         self.arrivals += 1

@@ -30,6 +30,7 @@ from slotline.builder.request_services import (
     build_parser,
     build_pipeline,
     build_plain_draws,
+    build_policy,
     build_processors,
     limits_of,
     load_tokenizer,
@@ -465,6 +466,7 @@ class EngineBuilder:
             default_seed=config.sampling.seed,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             extensions=extensions,
+            policy=build_policy(self.planned),
         )
 
 

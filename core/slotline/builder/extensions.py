@@ -52,7 +52,8 @@ def build_extensions(parts: Parts) -> Extensions:
         raise ContractError(
             f"{' and '.join(choosing)} choose variants of graphs, and one may", fix="do without the others"
         )
-    inputs = frozenset(name for one in parts.planned.all_extensions for name in one.capabilities.inputs)
+    takers = (*parts.planned.all_extensions, parts.planned.scheduler_policy)
+    inputs = frozenset(name for one in takers for name in one.capabilities.inputs)
     return Extensions.of(built, inputs)
 
 

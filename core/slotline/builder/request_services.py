@@ -15,8 +15,15 @@ from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.scheduler.admission import EngineLimits
 from slotline.planner.plan import Planned
-from slotline.registry.contracts import LogitsProcessorContext, ResponseParser, ResponseParserContext, TokenSampler
+from slotline.registry.contracts import (
+    LogitsProcessorContext,
+    ResponseParser,
+    ResponseParserContext,
+    SchedulerPolicyContext,
+    TokenSampler,
+)
 from slotline.registry.loading import bind_contract
+from slotline.registry.policy_queue import BuiltPolicy
 from slotline.text.tokenizer import Tokenizer
 
 _PROCESSED = frozenset(
@@ -65,6 +72,26 @@ def build_parser(planned: Planned, tokenizer: Tokenizer | None) -> ResponseParse
     )
     parser: ResponseParser = planned.registry.build(choice.descriptor, context)
     return parser
+
+
+def build_policy(planned: Planned) -> BuiltPolicy:
+    """Build the scheduler policy of the plan.
+
+    Raises:
+        PluginError: if it cannot be built.
+    """
+    descriptor, config = planned.scheduler_policy, planned.loaded.config.scheduler
+    context = SchedulerPolicyContext(
+        contract=bind_contract(descriptor),
+        max_requests=config.max_requests,
+        max_batched_tokens=config.max_batched_tokens,
+        max_model_len=planned.max_model_len,
+        options=planned.options(descriptor),
+    )
+    policy = planned.registry.build(descriptor, context)
+    return BuiltPolicy(
+        policy=policy, capabilities=descriptor.capabilities, label=planned.registry.full_name(descriptor)
+    )
 
 
 def build_processors(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> list[ProcessorSlot]:
@@ -141,7 +168,7 @@ def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
         max_logprobs=config.sampling.max_logprobs,
         vocab_size=planned.facts.vocab_size,
         chunked_prefill=planned.chunked_prefill,
-        priorities=config.scheduler.policy == "priority",
+        priorities=bool(planned.scheduler_policy.capabilities.priorities.support),
         tasks=planned.facts.tasks,
         absent=_absent(planned, refusal),
     )
@@ -165,6 +192,11 @@ def _absent(planned: Planned, refusal: tuple[str, str] | None) -> dict[str, Call
         absent["prompt_embeds"] = lambda _: (
             "a prompt of embeddings in an engine that takes none",
             "set prompt_embeds = true",
+        )
+    if "tenant" not in planned.scheduler_policy.capabilities.inputs:
+        absent["tenant"] = lambda given: (
+            f"tenant={given!r:.80} under scheduler.policy = {planned.scheduler_policy.name!r}, which knows no tenants",
+            'set scheduler.policy = "fair"',
         )
     if not planned.facts.modalities:
         absent["features"] = lambda given: (f"{len(given)} features for a model of text alone", "leave them out")

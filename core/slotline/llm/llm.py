@@ -245,10 +245,9 @@ class LLM:
 
         Args:
             prompts: one prompt or many. A prompt is a text, token ids, or a mapping with `prompt` or `prompt_token_ids`
-                and
-                optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
-                    modality,
-                for example ``image``, to an item or to a list with one for each of its placeholders in the prompt.
+                and optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id` and `scheduling`.
+                `multi_modal_data` maps a modality, for example ``image``, to an item or to a list with one for each of
+                its placeholders in the prompt. `scheduling` is what the scheduler policy reads, ``{"tenant": "a"}``.
             sampling_params: one for all prompts, or one for each.
             lora_request: an adapter for all prompts, or an adapter or None for each. The name of a loaded adapter also
                 works.

@@ -16,8 +16,11 @@ from slotline.text.tokenizer import Tokenizer
 
 PROMPT_KEYS = {
     *("prompt", "prompt_token_ids", "prompt_embeds", ENCODER, DECODER, "multi_modal_data", "token_type_ids"),
-    *("priority", "cache_salt", "request_id"),
+    *("priority", "cache_salt", "request_id", "scheduling"),
 }
+
+
+_NOT_THE_POLICYS = PROMPT_KEYS | {"params", "index", "stream", "arrival", "features", "lora_request"}
 
 
 class Fields(dict[str, Any]):
@@ -50,8 +53,9 @@ def prompt_fields(
         raise RequestError(
             f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
             fix="give 'prompt', 'prompt_token_ids' or 'prompt_embeds', and optionally 'multi_modal_data', 'priority', "
-            "'cache_salt', 'request_id', 'token_type_ids'",
+            "'cache_salt', 'request_id', 'scheduling', 'token_type_ids'",
         )
+    fields |= _scheduling(fields.pop("scheduling", None))
     if "prompt_embeds" in fields:
         return _with_embeds(fields)
     if ENCODER in fields:
@@ -60,6 +64,21 @@ def prompt_fields(
         fields["prompt_token_ids"] = _encoded(fields["prompt"], tokenizer)
     data = fields.pop("multi_modal_data", None)
     return fields | _with_items(fields["prompt_token_ids"], data, reader, text_only=text_only) if data else fields
+
+
+def _scheduling(given: Any) -> dict[str, Any]:
+    """Return what a prompt says for the scheduler policy, as arguments of `Engine.add`.
+
+    Raises:
+        RequestError: if it is no mapping, or names an argument that is not the policy's.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RequestError(f"scheduling={safe_repr(given)} is no mapping", fix="give {'tenant': ...}")
+    if wrong := sorted({*given} & _NOT_THE_POLICYS):
+        raise RequestError(f"scheduling names {', '.join(wrong)}", fix="give only what the scheduler policy reads")
+    return dict(given)
 
 
 def _with_encoder(fields: dict[str, Any], tokenizer: Callable[[], Tokenizer], reader: Any) -> dict[str, Any]:

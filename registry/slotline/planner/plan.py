@@ -65,6 +65,7 @@ from slotline.planner.ranks import (
 from slotline.planner.replicas import refuse_beside_replicas, refuse_few_devices, replicas_setting
 from slotline.planner.response_parser import ResponseParserChoice, choose_response_parser, read_answer_facts
 from slotline.planner.sampling_defaults import sampling_defaults
+from slotline.planner.scheduler_policy import choose_scheduler_policy
 from slotline.planner.single_file import unpacked
 from slotline.planner.state_facts import refuse_unfit_states
 from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
@@ -118,6 +119,7 @@ class Planned:
         whole: the facts of the whole model.
         task: the task that the engine runs, from `facts.tasks`.
         family_descriptor, family: the model family that loads the model.
+        scheduler_policy: descriptor of the plugin that orders requests.
         processors: descriptors of the logits processors, in no order.
         drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
         extensions: descriptors of the step extensions that the configuration names, in their order.
@@ -155,6 +157,7 @@ class Planned:
     task: str
     family_descriptor: Descriptor[Any]
     family: ModelFamily
+    scheduler_policy: Descriptor[Any]
     processors: tuple[Descriptor[Any], ...]
     drafter: Descriptor[Any] | None
     draft_layers: tuple[AttentionLayer, ...]
@@ -254,6 +257,7 @@ class Planned:
             self.drafter,
             self.structured_output.descriptor,
             self.response_parser.descriptor,
+            self.scheduler_policy,
             self.lora,
             self.connector,
             self.expert_placement.descriptor,
@@ -355,6 +359,7 @@ def _negotiated(
     asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=num_stages, ranks=place.layout.tensor)
     connector = choose_connector(loaded, registry, info)
+    policy = choose_scheduler_policy(loaded, registry, info, place)
     extensions = choose_extensions(loaded, registry, info)
     microbatches = choose_microbatches(
         loaded, facts, task=task, drafter=drafter, lora=lora, stages=num_stages, family=family_descriptor
@@ -374,7 +379,7 @@ def _negotiated(
         family_descriptor,
         *processors,
         *extensions,
-        *filter(None, (drafter, grammars.descriptor, parser.descriptor, lora, connector)),
+        *filter(None, (drafter, grammars.descriptor, parser.descriptor, lora, connector, policy)),
     )
     turns = turns_of(place, drafter, has_states=bool(facts.state_layers))
     request = prepare_request(
@@ -498,6 +503,7 @@ def _negotiated(
         task=task,
         family_descriptor=family_descriptor,
         family=family,
+        scheduler_policy=policy,
         processors=processors,
         drafter=drafter,
         draft_layers=own_layers,
@@ -637,6 +643,7 @@ def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedC
         Kind.STRUCTURED_OUTPUT: "structured_output.backend",
         Kind.KV_CONNECTOR: "kv_connector.name",
         Kind.RESPONSE_PARSER: "response_parser.name",
+        Kind.SCHEDULER_POLICY: "scheduler.policy",
     }
     key = keys.get(descriptor.kind, "")
     origin = loaded.origins.get(key)

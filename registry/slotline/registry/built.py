@@ -117,6 +117,17 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             attributes={"rank": _always, "size": _always},
         ),
         Kind.EXPERT_PLACEMENT: BuiltContract(protocol=contracts.ExpertPlacement),
+        Kind.SCHEDULER_POLICY: BuiltContract(
+            protocol=contracts.SchedulerPolicy,
+            optional={
+                "admitted": _declared("accounts"),
+                "left": _declared("accounts"),
+                "validate": _declared("validates"),
+                "admits": _declared("admits"),
+                "budget": _declared("budgets"),
+                "victim": _declared("victims"),
+            },
+        ),
     }
 )
 """By kind; the objects that factories make."""

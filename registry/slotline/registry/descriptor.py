@@ -34,6 +34,7 @@ class Kind(StrEnum):
     WEIGHT_FORMAT = "weight_format"
     COMMUNICATOR = "communicator"
     EXPERT_PLACEMENT = "expert_placement"
+    SCHEDULER_POLICY = "scheduler_policy"
 
     @property
     def entry_point_group(self) -> str:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         LoraCapabilities,
         ModelFamilyCapabilities,
         ResponseParserCapabilities,
+        SchedulerPolicyCapabilities,
         StateCapabilities,
         StructuredOutputCapabilities,
         WeightFormatCapabilities,
@@ -210,6 +211,15 @@ def slotline_expert_placement() -> Iterable[Descriptor[ExpertPlacementCapabiliti
 
     The factory gets an `ExpertPlacementContext` and returns an `ExpertPlacement`, once for each engine. Contract 1,
     `slotline.registry.contracts.expert_placement`.
+    """
+
+
+@hookspec
+def slotline_scheduler_policy() -> Iterable[Descriptor[SchedulerPolicyCapabilities]]:
+    """Offer scheduler policies: the order of requests, who gives way, and how much a step takes.
+
+    The factory gets a `SchedulerPolicyContext` and returns a `SchedulerPolicy`, once for each engine. Contract 1,
+    `slotline.registry.contracts.scheduler_policy`.
     """
 
 

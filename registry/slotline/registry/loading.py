@@ -32,6 +32,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.WEIGHT_FORMAT: "WeightFormatCapabilities",
         Kind.COMMUNICATOR: "CommunicatorCapabilities",
         Kind.EXPERT_PLACEMENT: "ExpertPlacementCapabilities",
+        Kind.SCHEDULER_POLICY: "SchedulerPolicyCapabilities",
     }
 )
 
@@ -55,6 +56,7 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.WEIGHT_FORMAT: "name it under [plugins] block, if another reads the checkpoint",
         Kind.COMMUNICATOR: "name another in parallel.communicator",
         Kind.EXPERT_PLACEMENT: "name another in parallel.expert_placement",
+        Kind.SCHEDULER_POLICY: "name another in scheduler.policy",
     }
 )
 """What to do about a plugin that cannot be built."""

@@ -13,6 +13,7 @@ from slotline.core.api.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.api.prompts import as_token_array
 from slotline.registry.contracts import BlockHash
 from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.contracts.scheduler_policy import PolicyRequest, Rank
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,11 +48,12 @@ class Request:
         samples: whether it gets tokens. Otherwise it ends with an `answer`.
         whole_prompt: whether every position of the prompt must be computed, so that no cached prefix is taken.
         prompt: text of the prompt, if it came as text.
-        priority: lower runs first under the priority policy.
+        priority: lower runs first under a policy that knows priorities.
         cache_salt: requests share cached prefixes only with equal salts.
         cache_key: beside the salt, text that separates its cached prefixes from those of requests with another key.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
+        view, order: what the policy was shown of it when it began to wait, and its standing: lower goes first.
         leader: the request that this one belongs to, None for one that was added. Users are told only of those.
         role: name of its prompt in messages.
         row: permanent row from admission until the request leaves, else -1.
@@ -83,6 +85,8 @@ class Request:
     index: int = 0
     arrival: int = 0
     arrival_time: float = field(factory=monotonic)
+    view: PolicyRequest | None = field(default=None, repr=False)
+    order: tuple[Rank, int] = ((), 0)
     leader: Request | None = None
     role: str = "prompt"
     row: int = -1
@@ -101,11 +105,6 @@ class Request:
     stop_reason: str | int | None = None
     detokenizer: Detokenizer | None = None
     metrics: RequestMetrics = field(factory=RequestMetrics)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Scheduling order: lower goes first."""
-        return (self.priority, self.arrival)
 
     @property
     def known_prompt(self) -> list[int]:

@@ -75,6 +75,7 @@ class InputProcessor:
                 f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
             )
         check_capacity(request, self.scheduler.cache, self.limits.max_model_len)
+        self.scheduler.validate(request)
         self.pipeline.validate(request)
         for validate in self.extensions.validate:
             validate(request)

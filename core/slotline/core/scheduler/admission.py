@@ -76,7 +76,7 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         raise RequestError(f"stop_token_ids names token {highest}", fix=f"token ids are 0 to {limits.vocab_size - 1}")
     if request.priority and not limits.priorities:
         raise RequestError(
-            f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"'
+            f"priority={request.priority} under a policy without priorities", fix='set scheduler.policy = "priority"'
         )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:

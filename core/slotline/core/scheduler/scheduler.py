@@ -1,9 +1,9 @@
 """The scheduler: the tokens that the next step computes for each request.
 
 There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
-difference, and verifies the tokens after it, if there are any. Running requests go first, in order. Then waiting
-requests are admitted while tokens, rows and blocks last. When blocks run out, tokens to verify are dropped first. Then
-the running request that is last in order loses its blocks and is computed again later.
+difference, and verifies the tokens after it, if there are any. Running requests go first. Then waiting requests are
+admitted while tokens, rows and blocks last. When blocks run out, tokens to verify are dropped first. Then a running
+request loses its blocks and is computed again later. Who goes first and who loses is asked of a policy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotline.core.batch.request import Request, Status
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
-from slotline.core.scheduler.request_queue import RequestQueue
+from slotline.registry.policy_queue import BuiltPolicy, PolicyQueue
 
 Int = npt.NDArray[np.int64]
 EARLY = 4
@@ -31,7 +31,7 @@ PLENTY = 8
 
 
 class Scheduler:
-    """Scheduler with a token budget, first-come-first-served or priority order, and preemption by recomputation.
+    """Scheduler with a token budget, the order of a policy, and preemption by recomputation.
 
     Attributes:
         lookahead: tokens after a step's own that a request gets blocks for if there are any, since an
@@ -49,6 +49,7 @@ class Scheduler:
         default_seed: int = 0,
         lookahead: int = 0,
         extensions: Extensions = NO_EXTENSIONS,
+        policy: BuiltPolicy | None = None,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -58,7 +59,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.extensions = extensions
         self.running: list[Request] = []
-        self._waiting = RequestQueue()
+        self._waiting = PolicyQueue[Request](policy or BuiltPolicy(), rows, cache.pool, max_batched_tokens)
         self._running_rows: Int = np.zeros(0, np.int64)
         self._failed: list[tuple[Request, Exception]] = []  # in the step that is being scheduled
         # Running rows, their order, and the step made of them.
@@ -73,6 +74,10 @@ class Scheduler:
         """Queue a request that has been validated."""
         self._waiting.push(request)
 
+    def validate(self, request: Request) -> None:
+        """Have the policy look at a new request. Raise RequestError if it refuses it."""
+        self._waiting.validate(request)
+
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give their requests rows and blocks.
 
@@ -83,10 +88,11 @@ class Scheduler:
             self._failed += [(self.rows.request(row), error) for row, error in prepare(self._running_rows)]
         for requeue in self.extensions.requeue:
             self.recompute(requeue())
+        self._waiting.begin_step(len(self.running))
         rows, counts, preempted = self._schedule_running()
         admitted: list[Request] = []
         if self._waiting and not preempted:
-            admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+            admitted, more = self._admit(self._waiting.tokens - int(counts.sum()))
             some = np.array(more, np.int64) > 0  # an extension may leave a request without work for now
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
@@ -112,6 +118,8 @@ class Scheduler:
 
     def withdraw(self, request: Request, *, ended: bool) -> None:
         """Take the row of a request that has ended, or that begins anew, before `restore`."""
+        if ended:
+            self._waiting.left(request)
         self.rows.vacate(request.row)
         request.status = Status.FINISHED if ended else Status.WAITING
 
@@ -124,7 +132,8 @@ class Scheduler:
             waiting: the requests that need not wait for anything else.
         """
         self.cache.restore()
-        self.running, self._last, self._waiting = [], None, RequestQueue()
+        self.running, self._last = [], None
+        self._waiting.clear()
         self._refresh()
         for request in waiting:
             request.status = Status.WAITING if request.row < 0 else Status.PREEMPTED
@@ -148,10 +157,11 @@ class Scheduler:
         short = self.cache.rows_short(rows, ahead)
         if len(short) and (self._grow_early(rows, ahead) or self.cache.try_grow_all(rows[short], ahead[short])):
             short = short[:0]
+        running = self.running.copy() if len(short) else []
         for position in short.tolist():
-            request = self.running[position] if position < len(self.running) else None
-            if request is None:  # preempted below by a request before it
-                break
+            request = running[position]
+            if request.status is not Status.RUNNING:  # preempted below by a request before it
+                continue
             if self.lookahead and self.cache.try_grow(request.row, int(ahead[position])):
                 continue
             while not self.cache.try_grow(request.row, int(after[position])):
@@ -165,8 +175,8 @@ class Scheduler:
                 if request in victims:
                     break
         if preempted or dropped:
-            rows = self._running_rows
-            counts = self._counts(rows, counts[: len(rows)])
+            rows, kept = self._running_rows, [request.status is Status.RUNNING for request in running]
+            counts = self._counts(rows, counts[kept])
         scheduled = counts > 0
         return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
 
@@ -199,7 +209,7 @@ class Scheduler:
         left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
         guesses = self.rows.num_spec_tokens[rows]
         if guesses.any():
-            if int((left + guesses)[left == 1].sum()) > self.max_batched_tokens:
+            if int((left + guesses)[left == 1].sum()) > self._waiting.tokens:
                 self.rows.num_spec_tokens[rows] = 0  # every decode goes before any guess
             else:
                 left = np.where(left > 0, left + guesses, 0)  # those of a row that waits wait, too
@@ -207,15 +217,15 @@ class Scheduler:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         for limit in self.extensions.limit_tokens:
             left = limit(rows, left)
-        if int(left.sum()) <= self.max_batched_tokens:
+        if int(left.sum()) <= self._waiting.tokens:
             return left
         before = np.cumsum(left) - left
-        within: Int = np.clip(self.max_batched_tokens - before, 0, left)
+        within: Int = np.clip(self._waiting.tokens - before, 0, left)
         return within
 
     def _preempt(self) -> list[Request]:
-        """Preempt the last running request, and those that are linked with it."""
-        victims = [self._preempt_last()]
+        """Preempt the running request that the policy chooses, and those that are linked with it."""
+        victims = [self._preempt_last(self._waiting.victim(self.running))]
         for other in self.extensions.all_linked(victims[0]):
             if other.status is Status.RUNNING:
                 self.running.remove(other)
@@ -223,9 +233,9 @@ class Scheduler:
                 victims.append(other)
         return victims
 
-    def _preempt_last(self) -> Request:
-        """Take the blocks of the running request that is last in order and queue it again."""
-        victim = self.running.pop()
+    def _preempt_last(self, place: int = -1) -> Request:
+        """Take the blocks of the running request at a place, the last in order, and queue it again."""
+        victim = self.running.pop(place)
         self._queue_again(victim)
         return victim
 
@@ -243,7 +253,7 @@ class Scheduler:
         counts: list[int] = []
         aside: list[Request] = []  # they wait for what an extension gives, or for the rows of those linked with them
         half, rows_lack = self._first_waiting(), False
-        while self._waiting and budget > 0:
+        while self._waiting and budget > 0 and (half or len(admitted) < self._waiting.joining):
             request = half or self._waiting.head
             linked = self.extensions.all_linked(request)
             lacking = sum(one.row < 0 for one in (request, *linked))  # together, or two sets might hold some and wait
@@ -257,13 +267,14 @@ class Scheduler:
             waits = bool(aside) and request is not half
             acquired = False
             try:
-                if request.row < 0:
-                    acquired = self._acquire(request, passing=waits)
-                    if not acquired:
-                        self._waiting.remove(request)
-                        aside.append(request)
-                        half = None
-                        continue
+                joins = request is half or self._waiting.may_join(request, len(self.running) + len(admitted))
+                if joins and request.row < 0:
+                    joins = acquired = self._acquire(request, passing=waits)
+                if not joins:
+                    self._waiting.remove(request)
+                    aside.append(request)
+                    half = None
+                    continue
                 count = self._try_admit(request, budget)
             except Exception as error:  # a plugin's code may raise anything, and the others go on
                 self._fail(request, error, acquired=acquired)
@@ -273,7 +284,7 @@ class Scheduler:
                 if acquired:
                     self._give_back(request)
                 break
-            self._waiting.remove(request)
+            self._waiting.remove(request, runs=True)
             admitted.append(request)
             counts.append(count)
             budget -= count
@@ -398,6 +409,7 @@ class Scheduler:
         self._running_rows = np.array([r.row for r in self.running], np.int64)
 
     def _leave(self, request: Request) -> None:
+        self._waiting.left(request)
         if request.row >= 0:
             self._release(request)
             self.rows.release(request)

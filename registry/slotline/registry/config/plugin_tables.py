@@ -37,6 +37,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.WEIGHT_FORMAT: "weight_format",
         Kind.COMMUNICATOR: "communicator",
         Kind.EXPERT_PLACEMENT: "expert_placement",
+        Kind.SCHEDULER_POLICY: "scheduler_policy",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""

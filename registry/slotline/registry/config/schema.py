@@ -172,7 +172,10 @@ class SchedulerConfig:
         metadata=_doc("longest sequence; 'auto' is the model's, at most 8192"),
     )
     chunked_prefill: bool = field(default=True, metadata=_doc("split long prompts over steps"))
-    policy: Literal["fcfs", "priority"] = field(default="fcfs", metadata=_doc("order of waiting requests"))
+    policy: str = field(
+        default="fcfs",
+        metadata=_doc("scheduler policy plugin: order of requests, who gives way, and how much a step takes"),
+    )
     async_: bool | Literal["auto"] = field(
         default="auto", alias="async_", metadata=_doc("prepare step n+1 while step n runs", key="async")
     )
@@ -718,4 +721,7 @@ class Config:
     )
     expert_placement: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each expert placement's own options")
+    )
+    scheduler_policy: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each scheduler policy's own options")
     )

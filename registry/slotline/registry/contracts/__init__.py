@@ -133,6 +133,14 @@ from slotline.registry.contracts.response_parser import (
     ToolArgumentsDelta,
     ToolCallBegin,
 )
+from slotline.registry.contracts.scheduler_policy import (
+    PolicyLoad,
+    PolicyRequest,
+    SchedulerPolicy,
+    SchedulerPolicyCapabilities,
+    SchedulerPolicyContext,
+    StepBudget,
+)
 from slotline.registry.contracts.state import (
     StateBackend,
     StateBatch,
@@ -266,6 +274,8 @@ __all__ = [
     "OnlineFormat",
     "PeakMemory",
     "PlannedModule",
+    "PolicyLoad",
+    "PolicyRequest",
     "PooledTexts",
     "Pooler",
     "PoolingForm",
@@ -283,6 +293,9 @@ __all__ = [
     "ResponseStream",
     "SampledRows",
     "SavingModel",
+    "SchedulerPolicy",
+    "SchedulerPolicyCapabilities",
+    "SchedulerPolicyContext",
     "ScoreType",
     "Similarity",
     "Stage",
@@ -294,6 +307,7 @@ __all__ = [
     "StateSpec",
     "StateSpecContext",
     "StateTensorSpec",
+    "StepBudget",
     "StepExtension",
     "StructuredOutput",
     "StructuredOutputCapabilities",

@@ -1,0 +1,1 @@
+"""Scheduler policies: who runs next, and who gives way."""
