@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_driver import random_prompts, tokens_of
 from repository import SUPPORT
+from thread_ranks import ThreadRanks
 from tiny_engines import DEFAULTS
 
 from slotline.backends.cuda import copies as staging
@@ -23,7 +24,9 @@ from slotline.core import LLM, SamplingParams
 from slotline.core.device import transfer_buffer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.planner.plan import make_plan
+from slotline.plugins.model_families.transformers_model import DecoderModel
 from slotline.plugins.multimodal.encoder_runner import EncoderRunner
+from slotline.plugins.pipeline_ranks.extension import PipelineRanks
 from slotline.proposers.speculation import verification
 from slotline.proposers.speculation.draft_runner import DraftRunner
 from slotline.registry.config import load_config
@@ -78,6 +81,54 @@ def test_a_start_shows_the_drafter_the_step_that_measures_memory(
     LLM(tiny("llama_deep"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
     assert [name for name, _ in start[:3]] == ["run", "rehearse", "warm_up"]
     assert start[1] == ("rehearse", True)
+
+
+@pytest.mark.behaviour(139)
+def test_a_start_cuts_its_steps_into_pieces(
+    start: list[tuple[str, Any]], tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, forward = list[int](), DecoderModel.forward
+
+    def recorded(model: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        seen.append(len(input_ids))
+        return forward(model, input_ids, *rest, **more)
+
+    monkeypatch.setattr(DecoderModel, "forward", recorded)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "pipeline": ("cpu", "cpu")}
+    LLM(tiny("llama"), **{**DEFAULTS, **sizes, "scheduler.microbatches": 2, "scheduler.microbatch_tokens": 8})
+    assert [told[1] for name, told in start if name == "run"] == [48, 48, 1, 16, 16]
+    assert seen == [24, 24, 24, 24, 1, 8, 8, 8, 8], "also kernels for pieces are compiled before the first request"
+
+
+@pytest.mark.behaviour(139)
+def test_ranks_of_a_pipeline_warm_up_over_hidden_states_of_their_own(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, sent = list[tuple[int, tuple[int, ...] | None]](), list[int]()
+    forward, send = DecoderModel.forward, PipelineRanks._send
+
+    def recorded(model: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        received = more.get("received")
+        assert received is None or sent or not received.any(), "made-up steps read zeros"
+        given.append((len(input_ids), None if received is None else tuple(received.shape)))
+        return forward(model, input_ids, *rest, **more)
+
+    def recorded_send(ranks: PipelineRanks, computed: Any, count: int) -> None:
+        sent.append(count)
+        send(ranks, computed, count)
+
+    monkeypatch.setattr(DecoderModel, "forward", recorded)
+    monkeypatch.setattr(PipelineRanks, "_send", recorded_send)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 48}
+    ranks = ThreadRanks(tiny("llama"), tensor=1, pipeline=2, **{**DEFAULTS, **sizes})
+    try:
+        steps = (48, 48, 1, 16, 16)
+        assert sorted(given, key=str) == sorted([*((n, None) for n in steps), *((n, (n, 64)) for n in steps)], key=str)
+        assert not sent, "a rank would wait for another that is still loading"
+        ranks.same(lambda llm: tokens_of(llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=2)))
+        assert sent[0] == 3
+    finally:
+        ranks.close()
 
 
 @pytest.mark.behaviour(140)
