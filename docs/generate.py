@@ -37,6 +37,7 @@ GUIDES = {  # the page that explains a slot at length
     "weight_format": ("Quantization", "../quantization.md"),
 }
 PARTS_OF = {
+    "cache_tensors": "kv_spec",
     "pooling": "model_family",
     "sampling_params": "logits_processor",
     "weights": "weight_format",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ def allocate_pages(
 
 def bind_caches(
     plan: Plan, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
-) -> dict[int, KVCache]:
+) -> dict[int, Any]:
     """Return the cache of each layer that owns one, by layer index, in the memory of `allocate_pages`."""
     return {
         layer.index: spec.bind(pages[layer.index], layer, num_blocks)

@@ -24,11 +24,11 @@ from slotline.planner.plan import Planned
 from slotline.planner.spec_answers import wrong_cache
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
+    PLAIN,
     AttentionBackend,
     AttentionCapabilities,
     AttentionContext,
     AttentionLayer,
-    KVCache,
     KVSpec,
 )
 from slotline.registry.descriptor import Descriptor, Kind
@@ -133,6 +133,7 @@ class LayerGroupBuilder:
             max_model_len=self.planned.facts.max_encoder_len if of_encoder(layers) else self.planned.max_model_len,
             kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
             batch_invariant=self.planned.loaded.config.batch_invariant,
+            cache_format=group.cache_format,
             options=self.planned.options(descriptor),
         )
         sharded = self.shards is not None and bool(group.cache_group)
@@ -149,7 +150,7 @@ class LayerGroupBuilder:
             device=context.device,
             cascade=group.cascade != "none",
             cascade_captured=group.cascade == "captured",
-            plain_writes=descriptor.capabilities.plain_writes and not sharded,
+            plain_writes=descriptor.capabilities.plain_writes and group.cache_format == PLAIN and not sharded,
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,
             any_captured=not sharded and _captured_always(descriptor.capabilities),
@@ -197,7 +198,7 @@ class LayerGroupBuilder:
             return AttentionDispatcher(attention, caches, may_capture)
         return CheckedDispatcher(attention, caches, checks, may_capture)
 
-    def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
+    def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, Any]:
         """Return the caches that the specs make of their memory.
 
         Raises:
@@ -205,16 +206,18 @@ class LayerGroupBuilder:
         """
         plan, parts = self.planned.own_plan, len(self.planned.shards.ranks) or 1
         caches = bind_caches(plan, self.held(specs), pages, num_blocks)
-        for group in plan.cache_groups:
+        for group, spec in zip(plan.cache_groups, specs, strict=True):
             ratio, size = group.block_size // group.kernel_block_size // parts, group.kernel_block_size
+            tensors = getattr(spec, "tensors", None) if group.format != PLAIN else None
             misfits = (
-                wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype) for at in group.layers
+                wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype, tensors)
+                for at in group.layers
             )
             descriptor = self.planned.offers[Kind.KV_SPEC, group.kv_spec]
             self.planned.registry.fit(descriptor, "what bind() made", chain.from_iterable(misfits))
         return caches
 
-    def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
+    def _complete(self, caches: dict[int, Any]) -> dict[int, Any]:
         """Add the caches of layers that own none."""
         for layer in self.planned.stages.own(self.planned.layers):
             if layer.shares_kv_with is not None:

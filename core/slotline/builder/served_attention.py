@@ -16,7 +16,7 @@ from slotline.core.model_runner.attention_dispatcher import (
     StepPlans,
 )
 from slotline.kernels.graph_capture_state import is_captured
-from slotline.registry.contracts import AttentionBatch, AttentionLayer, CacheSlots, KVCache
+from slotline.registry.contracts import AttentionBatch, AttentionLayer, CacheSlots
 from slotline.registry.output_checks import OutputChecks, ShownBatch
 
 
@@ -67,7 +67,7 @@ class CheckedDispatcher(AttentionDispatcher):
     def __init__(
         self,
         groups: Sequence[AttentionGroup],
-        caches: dict[int, KVCache],
+        caches: dict[int, Any],
         checks: OutputChecks,
         is_capturing: Callable[[], bool] | None = None,
     ) -> None:
@@ -137,5 +137,5 @@ class CheckedDispatcher(AttentionDispatcher):
     def _group(self, layer: AttentionLayer) -> AttentionGroup:
         return self.groups[self.routes[layer.index][3]]
 
-    def _over(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> AttentionDispatcher:
+    def _over(self, groups: Sequence[AttentionGroup], caches: dict[int, Any]) -> AttentionDispatcher:
         return CheckedDispatcher(groups, caches, self.checks, self._is_capturing)

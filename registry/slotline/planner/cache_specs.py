@@ -54,6 +54,7 @@ class SpecBuilder:
             kv_dtype=self._kv_dtype,
             max_model_len=self.longest(group),
             max_tokens_in_flight=max_tokens_in_flight,
+            format=group.format,
             options=self._registry.options(self._loaded, descriptor),
         )
         spec: KVSpec = self._registry.build(descriptor, context)

@@ -17,7 +17,7 @@ from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Need, Plan, PlanRequest, Setting
 from slotline.registry.negotiation.graphs import phase_state, resolved_mode
 from slotline.registry.negotiation.groups import CAPTURED, EAGER
-from slotline.registry.negotiation.request import Asked
+from slotline.registry.negotiation.request import CACHE_FORMATS, Asked
 from slotline.registry.ranks import ALONE, Place
 
 KEY = "parallel.context_shards"
@@ -170,6 +170,8 @@ def refuse_context(
         texts.append(f"{facts.architecture} keeps states, which are not divided")
     if any(layer.alibi_slopes or layer.position_bias for layer in facts.layers):
         texts.append(f"{facts.architecture} biases scores by distance, and a shard does not know where its keys stand")
+    if config.cache.dtype in CACHE_FORMATS:
+        texts.append(f"cache.dtype = {config.cache.dtype!r} stores scales beside keys and values")
     if any(layer.inputs for layer in facts.layers):
         texts.append(f"{facts.architecture} hands its layers more inputs than query, key and value")
     if any(layer.keys_ahead for layer in facts.layers):

@@ -40,6 +40,12 @@ def _declared(name: str) -> Asked:
     return asked
 
 
+def _other_formats(capabilities: Any) -> bool:
+    """Return True if a cache spec declares a format other than ``plain``."""
+    values = capabilities.formats.values
+    return values is None or any(name != contracts.PLAIN for name in values)
+
+
 @frozen(kw_only=True)
 class BuiltContract:
     """Protocol of a kind's built objects.
@@ -68,7 +74,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             protocol=contracts.StateBackend,
             optional={"commit": _declared("rollback"), "copy": _declared("checkpoints")},
         ),
-        Kind.KV_SPEC: BuiltContract(protocol=contracts.KVSpec),
+        Kind.KV_SPEC: BuiltContract(
+            protocol=contracts.KVSpec,
+            further=((contracts.TensorSpec, _other_formats),),
+        ),
         Kind.KV_CONNECTOR: BuiltContract(
             protocol=contracts.KVConnector,
             further=((contracts.AsyncKVConnector, _declared("asynchronous")),),

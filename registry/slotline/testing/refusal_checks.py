@@ -34,6 +34,7 @@ ANY_ATTENTION = Candidate(
             sliding_window=Flag(True),
             chunked=Flag(True),
             mla=Flag(True),
+            cache_formats=Set(None),
         ),
         factory="nowhere:nothing",
     ),
@@ -45,7 +46,7 @@ ANY_KV_SPEC = Candidate(
     descriptor=Descriptor(
         kind=Kind.KV_SPEC,
         name="holds_anything",
-        capabilities=KVSpecCapabilities(kv_kinds=Set(None), exact_kinds=Set(None)),
+        capabilities=KVSpecCapabilities(kv_kinds=Set(None), exact_kinds=Set(None), formats=Set(None)),
         factory="nowhere:nothing",
     ),
     distribution="the suite",

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 CAPABILITIES = AttentionCapabilities(
@@ -18,6 +19,9 @@ CAPABILITIES = AttentionCapabilities(
             ("float16", "float16"),
             ("float32", "bfloat16"),
             ("float32", "float16"),
+            ("float32", "int8"),
+            ("bfloat16", "int8"),
+            ("float16", "int8"),
         )
     ),
     different_value_head=Flag(True),
@@ -29,6 +33,7 @@ CAPABILITIES = AttentionCapabilities(
     tree_mask=Flag(True),
     request_trees=Flag(True),
     keys_ahead=KEYS_AHEAD,
+    cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
     limits=(

@@ -16,7 +16,8 @@ from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
 from slotline.backends.keys_ahead import through_torch
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
+from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 
 MAX_KERNEL_QUERY = 16
 """Query tokens of one request that the kernels take; above it, gathering for flash attention pays."""
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
 class Bound(NamedTuple):
     """Facts of a layer's cache for the kernels. Holds the cache, so that its addresses stay valid."""
 
-    cache: KVCache
+    cache: LayerCache
     shape: npt.NDArray[np.int64]
     scalars: npt.NDArray[np.float32]
     told: tuple[int, ...]
@@ -72,7 +73,8 @@ class CpuBackend:
         self._threads = kernels.use_threads(threads)
         torch.set_num_threads(threads)  # numba's pool, when it starts, sets OpenMP's number of threads for the process
         self._sizes = layer.head_size, layer.head_size_v
-        self._store = kernels.compile_store(*self._sizes)
+        coded = context.cache_format != PLAIN
+        self._store = (kernels.compile_encode if coded else kernels.compile_store)(*self._sizes)
         rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
         width = layer.head_size + layer.head_size_v + kernels.TILE + 2
         self._work = np.empty((self._threads, rows * width), np.float32)
@@ -110,11 +112,13 @@ class CpuBackend:
         at = [array.ctypes.data for array in arrays]
         return arrays, (*at[:3], tables.shape[1], at[3], self._threads, *self._room, *trees), taken
 
-    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+    def write(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, plan: Plan
+    ) -> None:
         bound = self._bind(layer, cache)
-        dtype = cache.key.dtype
+        dtype = key.dtype if isinstance(cache, CacheTensors) else cache.key.dtype
         key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
-        addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-2:])  # the cache's keys and values
+        addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-4:])  # the cache's keys and values, their scales
         strides = (key.stride(0), value.stride(0))
         self._store(plan.rows, self._kv_heads, bound.shape, addresses, strides, kernels.TAGS[dtype])
 
@@ -124,7 +128,7 @@ class CpuBackend:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
@@ -162,19 +166,23 @@ class CpuBackend:
         if target is not out:
             out.copy_(target)
 
-    def _bind(self, layer: AttentionLayer, cache: KVCache) -> Bound:
+    def _bind(self, layer: AttentionLayer, cache: LayerCache) -> Bound:
         bound = self._bound.get(layer.index)
         if bound is None or bound.cache is not cache:
             bound = self._bound[layer.index] = _bind(layer, cache, self._block_size, self._slopes)
         return bound
 
 
-def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, slopes: npt.NDArray[np.float32]) -> Bound:
+def _bind(layer: AttentionLayer, cache: LayerCache, block_size: int, slopes: npt.NDArray[np.float32]) -> Bound:
     group = layer.num_heads // layer.num_kv_heads
     strides = (*cache.key.stride()[:3], *cache.value.stride()[:3])
-    shape = np.array([block_size, layer.window or 0, group, *strides], np.int64)
+    scaled, of_scales = [0] * 7, (kernels.NO_SINKS.ctypes.data,) * 2
+    if isinstance(cache, CacheTensors):
+        scales = cache["key_scale"], cache["value_scale"]
+        scaled, of_scales = [1, *scales[0].stride(), *scales[1].stride()], (scales[0].data_ptr(), scales[1].data_ptr())
+    shape = np.array([block_size, layer.window or 0, group, *strides, *scaled], np.int64)
     scalars = np.array([layer.scale, layer.soft_cap or 0.0], np.float32)
-    addresses = (cache.key.data_ptr(), cache.value.data_ptr())
+    addresses = (cache.key.data_ptr(), cache.value.data_ptr(), *of_scales)
     return Bound(
         cache, shape, scalars, (shape.ctypes.data, scalars.ctypes.data, slopes.ctypes.data, len(slopes), *addresses)
     )

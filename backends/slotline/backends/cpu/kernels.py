@@ -2,7 +2,7 @@
 
 Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
 detour. Facts for the compiler are passed as *tags*, empty arrays that are passed only for their type. An element tag is
-float32, uint16 for bfloat16, or int16 for float16. A size tag of n has the type ``S<n>``, so n is a constant.
+float32, uint16 for bfloat16, int16 for float16, or int8. A size tag of n has the type ``S<n>``, so n is a constant.
 
 All functions stay in this file, because the cache on disk notices a change of the file with a function, but not of the
 files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what slices could:
@@ -39,6 +39,7 @@ TAGS = {
     torch.float32: np.empty(0, np.float32),
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float16: np.empty(0, np.int16),
+    torch.int8: np.empty(0, np.int8),
 }
 """The element tag of each dtype."""
 NO_SINKS = np.empty(0, np.float32)
@@ -49,16 +50,18 @@ NO_SLOPES = np.empty(0, np.float32)
 REQUEST, FIRST_TOKEN, QUERY_LEN, START, END, KNOWN = range(6)
 # An item: keys [FROM, TO) of one KV head of one piece; PARTIAL is where an unfinished result goes, -1 for none.
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
-# The shape of a layer and its cache, GROUP query heads per KV head; strides in elements.
+# The shape of a layer and its cache, GROUP query heads per KV head; strides in elements. SCALED is 1 if keys and values
+# are codes with scales [blocks, tokens, heads], the strides of which come last.
 BLOCK, WINDOW, GROUP, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(9)
+SCALED, KS_BLOCK, KS_TOKEN, KS_HEAD, VS_BLOCK, VS_TOKEN, VS_HEAD = range(9, 16)
 # What a call of attention is told, all int64: addresses, numbers of elements, strides in elements. First of the plan,
 ITEMS, PIECES, TABLES, TABLE_WIDTH, STARTS, THREADS, WORK, WORK_WIDTH, PARTS, PARTS_WIDTH = range(10)
 # of its trees: bool masks and int64 depths, elements between requests, nodes of a mask's row,
 SEES, SEES_STRIDE, DEPTHS, DEPTHS_STRIDE, NUM_NODES = range(10, 15)
 # then of the layer and its cache,
-SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES = range(15, 21)
+SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(15, 23)
 # then of the call.
-SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(21, 29)
+SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(23, 31)
 NO_TREE = 1 << 40
 """`KNOWN` of a piece whose keys are no nodes."""
 
@@ -111,6 +114,8 @@ def _widen(typingctx: Any, value: Any) -> Any:
         if value == types.int16:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
         word = ir.IntType(32)
+        if value == types.int8:
+            return builder.sitofp(builder.sext(args[0], word), ir.FloatType())
         return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
 
     return types.float32(value), codegen
@@ -362,13 +367,31 @@ def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offs
             block += 1
 
 
+@_inner(fastmath=True)
+def _scale_tile(
+    scores: Any, table: Any, at: Any, count: Any, shape: Any, first: Any, head: Any, scales: Any, num_rows: Any
+) -> None:
+    """Multiply scores [num_rows, TILE] by the scales of keys `at` .. `at + count`, whose strides begin at `first`."""
+    block_size, of_head = shape[BLOCK], head * shape[first + 2]
+    block = at // block_size
+    offset = at - block * block_size
+    for j in range(count):
+        scale = scales[np.int64(table[block]) * shape[first] + offset * shape[first + 1] + of_head]
+        for row in range(num_rows):
+            scores[row * TILE + j] *= scale
+        offset += 1
+        if offset == block_size:
+            offset = 0
+            block += 1
+
+
 @_inlined()
 def _run_item(
     item: Any, piece: Any, table: Any, trees: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any
 ) -> None:
     """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised."""
     shape, scalars, _, slopes = layer
-    keys, values = cache
+    keys, values, key_scales, value_scales = cache
     query, scores, offsets = work
     acc, top, norm = result
     size_tag, size_v_tag = tags
@@ -386,6 +409,8 @@ def _run_item(
         count = min(TILE, item[TO] - at)
         _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
         _score_tile(query, scores, k_offsets, keys, count, rows * group, size_tag)
+        if shape[SCALED]:
+            _scale_tile(scores, table, at, count, shape, KS_BLOCK, head, key_scales, rows * group)
         for i in range(rows):
             last = piece[END] - rows + i
             high = min(count, last + 1 - at)
@@ -408,6 +433,8 @@ def _run_item(
                     slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
                     best, total = top[row : row + 1], norm[row : row + 1]
                     _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at, hidden[:masked])
+        if shape[SCALED]:
+            _scale_tile(scores, table, at, count, shape, VS_BLOCK, head, value_scales, rows * group)
         _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
 
 
@@ -531,6 +558,34 @@ def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: 
             place += strides[2]
 
 
+@_inner()
+def _encode_rows(
+    rows: Any, source: Any, token_stride: Any, codes: Any, scales: Any, strides: Any, heads: Any, size: Any
+) -> None:
+    """Store tokens [heads, size] as int8 codes and one scale for each head, as the format ``int8_token_head`` says.
+
+    `strides` are those of codes (block, token, head), then of scales. Not compiled as fast mathematics: adding and
+    subtracting 1.5 * 2 ** 23 rounds to nearest even.
+    """
+    magic = np.float32(12582912.0)
+    for index in range(rows.shape[0]):
+        begin = rows[index, 0] * token_stride
+        place = rows[index, 1] * strides[0] + rows[index, 2] * strides[1]
+        at = rows[index, 1] * strides[3] + rows[index, 2] * strides[4]
+        for _ in range(heads):
+            row, stored = source[begin : begin + size], codes[place : place + size]
+            largest = np.float32(0.0)
+            for d in range(size):
+                largest = max(largest, abs(_widen(row[d])))
+            scale = max(largest / np.float32(127.0), np.float32(1.1754944e-38))
+            scales[at] = scale
+            for d in range(size):
+                stored[d] = np.int8((_widen(row[d]) / scale + magic) - magic)
+            begin += size
+            place += strides[2]
+            at += strides[5]
+
+
 @_entry(parallel=True, fastmath=True)
 def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any, tag: Any) -> None:
     """Apply the causal softmax to one block of queries: scores [rows, keys] float32 to weights [rows, keys] of `tag`.
@@ -574,7 +629,7 @@ def attend(address: Any, told: Any, threads: Any) -> None:
 
     Args:
         address: of what `compile_attend` made.
-        told: [29] int64, see `ITEMS` and the constants after it.
+        told: [31] int64, see `ITEMS` and the constants after it.
         threads: among which the plan is shared.
     """
     for thread in prange(threads):
@@ -619,7 +674,12 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
             carray(_pointer(told[SINKS], floats), told[NUM_SINKS]),
             carray(_pointer(told[SLOPES], floats), told[NUM_SLOPES]),
         )
-        cache = (carray(_pointer(told[KEYS], kv_tag), unbounded), carray(_pointer(told[VALUES], kv_tag), unbounded))
+        cache = (
+            carray(_pointer(told[KEYS], kv_tag), unbounded),
+            carray(_pointer(told[VALUES], kv_tag), unbounded),
+            carray(_pointer(told[KEY_SCALES], floats), unbounded),
+            carray(_pointer(told[VALUE_SCALES], floats), unbounded),
+        )
         query = (carray(_pointer(told[QUERY], q_tag), unbounded), told[QUERY_STRIDE])
         out, lse = carray(_pointer(told[OUT], q_tag), unbounded), carray(_pointer(told[LSE], floats), unbounded)
         targets = (out, told[OUT_STRIDE], lse, told[LSE_STRIDE])
@@ -650,3 +710,35 @@ def compile_store(size: int, size_v: int) -> Any:
         _copy_rows(rows, value, strides[1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, size_v)
 
     return store
+
+
+@cache
+def compile_encode(size: int, size_v: int) -> Any:
+    """Compile the entry point that stores keys of `size` and values of `size_v` elements as int8 codes with scales."""
+
+    @_entry()
+    def encode(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tag: Any) -> None:
+        """Write new keys and values, elements of `tag`, to `rows` [n, 3] (token, block, offset).
+
+        `addresses` are those of key and value, then of the cache's first key, value, and scale of each. `strides` are
+        those of a token in key and value.
+        """
+        unbounded = 1 << 60
+        codes, floats = np.empty(0, np.int8), np.empty(0, np.float32)
+        key, value = carray(_pointer(addresses[0], tag), unbounded), carray(_pointer(addresses[1], tag), unbounded)
+        keys, values = (
+            carray(_pointer(addresses[2], codes), unbounded),
+            carray(_pointer(addresses[3], codes), unbounded),
+        )
+        k_scales, v_scales = (
+            carray(_pointer(addresses[4], floats), unbounded),
+            carray(_pointer(addresses[5], floats), unbounded),
+        )
+        of_keys, of_values = np.empty(6, np.int64), np.empty(6, np.int64)
+        for i in range(3):
+            of_keys[i], of_keys[3 + i] = shape[K_BLOCK + i], shape[KS_BLOCK + i]
+            of_values[i], of_values[3 + i] = shape[V_BLOCK + i], shape[VS_BLOCK + i]
+        _encode_rows(rows, key, strides[0], keys, k_scales, of_keys, kv_heads, size)
+        _encode_rows(rows, value, strides[1], values, v_scales, of_values, kv_heads, size_v)
+
+    return encode

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from slotline.backends import cache_codes
 from slotline.backends.cpu import kernels
-from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, LayerCache
+from slotline.registry.contracts.cache_tensors import CacheTensors
 
 MAX_MASKED_QUERY = 1024
 """Query tokens per call where a mask is needed: bounds the mask's memory."""
@@ -90,7 +92,7 @@ def run_prefill(
     layer: AttentionLayer,
     query: torch.Tensor,
     fresh: tuple[torch.Tensor, torch.Tensor] | None,
-    cache: KVCache,
+    cache: LayerCache,
     out: torch.Tensor,
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -98,7 +100,7 @@ def run_prefill(
     """Fill the prefill's rows of out [tokens, H, D] and lse [H, tokens]. `fresh` holds the keys if they are all new."""
     rows = slice(prefill.first_token, prefill.first_token + prefill.query_len)
     if fresh is None:
-        keys, values = (_gather(part, prefill).to(query.dtype) for part in cache)
+        keys, values = (part.to(query.dtype) for part in _stored(cache, prefill))
     else:
         keys, values = fresh[0][rows], fresh[1][rows]  # [L, Hkv, D]
     group = layer.num_heads // layer.num_kv_heads
@@ -159,6 +161,14 @@ def _blocked(
         )
         mixed = torch.bmm(weights, value[:, :end])  # [Hkv, G * size, D]
         out[first:end].view(size, kv_heads, group, -1).copy_(mixed.view(kv_heads, group, size, -1).permute(2, 0, 1, 3))
+
+
+def _stored(cache: LayerCache, prefill: Prefill) -> list[torch.Tensor]:
+    """Return the keys and values of a prefill as the cache holds them, codes multiplied by their scales."""
+    if not isinstance(cache, CacheTensors):
+        return [_gather(part, prefill) for part in cache]
+    parts = {name: _gather(part, prefill) for name, part in cache.items()}
+    return [cache_codes.decode(parts[name], parts[f"{name}_scale"]) for name in ("key", "value")]
 
 
 def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:

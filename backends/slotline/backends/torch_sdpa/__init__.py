@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 from slotline.backends.keys_ahead import TREES
-from slotline.registry.capability import Choice, Flag, Limit, Set
+from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
 from slotline.registry.descriptor import Descriptor, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -16,7 +17,7 @@ descriptor = Descriptor(
     name="torch",
     capabilities=AttentionCapabilities(
         devices=Set(("cpu", "cuda")),
-        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2"))),
+        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8"))),
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
         attention_types=Set(("decoder", "encoder_only", "cross")),
@@ -33,6 +34,7 @@ descriptor = Descriptor(
         request_trees=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
+        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         limits=(
             Limit(
@@ -60,6 +62,12 @@ descriptor = Descriptor(
                 note="the contract defines ALiBi for causal attention alone",
             ),
             TREES,
+            Limit(
+                when=f"cache_formats={INT8_TOKEN_HEAD}",
+                capability="mla",
+                offer=Flag(Support.UNSUPPORTED),
+                note="the format has keys and values",
+            ),
         ),
         bounded_lengths=True,
         several_plans=True,

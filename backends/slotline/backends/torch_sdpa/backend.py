@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.backends import cache_codes
 from slotline.backends.alibi import position_bias_of, slopes_of
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
+from slotline.registry.contracts.cache_tensors import CacheTensors
 
 MAX_QUERY_ROWS = 512
 """Query tokens of one request handled at once: bounds the memory of the scores."""
@@ -209,8 +211,17 @@ class TorchBackend:
         """Return how many later keys each query token sees, if the group's layers look ahead in this batch."""
         return batch.keys_ahead if self._looks_ahead else None
 
-    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+    def write(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, plan: Plan
+    ) -> None:
         if self._encoder or not plan.blocks.numel():
+            return
+        if isinstance(cache, CacheTensors):
+            for new, name in ((key, "key"), (value, "value")):
+                rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
+                codes, factors = cache_codes.encode(rows, cache[name].dtype)
+                _raw(cache[name])[plan.blocks, plan.offsets] = _raw(codes)
+                cache[f"{name}_scale"][plan.blocks, plan.offsets] = factors
             return
         scales = self._scales.get(layer.index, (None, None))
         parts = zip((key, value), cache, scales, strict=True)
@@ -224,7 +235,7 @@ class TorchBackend:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
@@ -268,8 +279,15 @@ class TorchBackend:
         distance = (-group.distance[:, 0, 0]).clamp(0, self._position_bias.shape[1] - 1)  # [B, q, L]
         return bias + self._position_bias[:, distance].transpose(0, 1)[:, :, None]
 
-    def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, layer: AttentionLayer, cache: LayerCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, multiplied by the cache's scales if any."""
+        if isinstance(cache, CacheTensors):
+            at = group.blocks, group.offsets
+            keys, values = (
+                cache_codes.decode(_raw(cache[name])[at].view(cache[name].dtype), cache[f"{name}_scale"][at])
+                for name in ("key", "value")
+            )
+            return keys, values
         scales = self._scales.get(layer.index)
         if layer.mla:
             keys = _raw(cache.key)[group.blocks, group.offsets].view(cache.key.dtype)

@@ -11,7 +11,7 @@ from attrs import define, evolve
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
 from slotline.kernels.device_scope import device_scope
-from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots
 from slotline.registry.errors import ModelError
 
 
@@ -117,7 +117,7 @@ class AttentionDispatcher:
     def __init__(
         self,
         groups: Sequence[AttentionGroup],
-        caches: dict[int, KVCache],
+        caches: dict[int, Any],
         is_capturing: Callable[[], bool] | None = None,
     ) -> None:
         self.groups = tuple(groups)
@@ -142,11 +142,11 @@ class AttentionDispatcher:
         caches = {layer.index: self.routes[layer.index][2] for layer in layers}
         return self._over(groups, caches), read
 
-    def _over(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> AttentionDispatcher:
+    def _over(self, groups: Sequence[AttentionGroup], caches: dict[int, Any]) -> AttentionDispatcher:
         """Build a dispatcher like this one over other groups."""
         return AttentionDispatcher(groups, caches, self._is_capturing)
 
-    def caches(self) -> list[KVCache]:
+    def caches(self) -> list[Any]:
         """Return the caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self.routes.items())]
 

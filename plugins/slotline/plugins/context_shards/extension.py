@@ -11,7 +11,7 @@ from slotline.builder.cache_memory import allocate_pages, bind_caches
 from slotline.builder.parts import Parts
 from slotline.plugins.context_shards.attention import ContextShards, Shard, ShardedCache
 from slotline.plugins.context_shards.ranks import RankShards, StepMemory, wide
-from slotline.registry.contracts import AttentionBackend, AttentionContext, ExtensionContext, KVSpec
+from slotline.registry.contracts import AttentionBackend, AttentionContext, ExtensionContext, KVCache, KVSpec
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
 
@@ -51,9 +51,11 @@ class ContextShardsExtension:
         num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
         spec, layer = spec_of(planned.plan.cache_group(group.cache_group), size), context.layers[0]
         memory = planned.hardware[context.device].zeros(num_blocks * spec.page_bytes(layer))
+        scratch = spec.bind(memory, layer, num_blocks)
+        assert isinstance(scratch, KVCache)  # the planner refuses other formats
         rest = (
             build(descriptor, evolve(context, block_size=size)),
-            spec.bind(memory, layer, num_blocks),
+            scratch,
             context.device,
             size,
             descriptor.capabilities.lse_base,
@@ -79,7 +81,7 @@ class ContextShardsExtension:
         plan = self._planned.plan
         (group,) = plan.cache_groups
         specs = [spec_of(group, group.block_size // self._count)]
-        parts = []
+        parts: list[dict[int, KVCache]] = []
         for device in self._devices:
             pages = allocate_pages(plan, specs, num_blocks, lambda _layer, device=device: device, self._zeros)  # type: ignore[misc]
             parts.append(bind_caches(plan, specs, pages, num_blocks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slotline.plugins.kv_specs.pages import bind_pages, dtype_of, token_bytes
-from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionLayer, LayerCache
 from slotline.registry.contracts.kv_spec import KVSpecContext
 from slotline.registry.errors import PluginError
 
@@ -34,7 +34,7 @@ class PagedSpec:
     def blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self._context.block_size)
 
-    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
+    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> LayerCache:
         size = self._context.kernel_block_size
         num_kernel_blocks = num_blocks * (self._context.block_size // size)
         return bind_pages(raw, layer, self._dtype, num_kernel_blocks, size, self._context.layout)

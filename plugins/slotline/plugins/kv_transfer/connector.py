@@ -38,6 +38,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
             name=group.name,
             layers=group.layers,
             kv_dtype=plan.kv_dtype,
+            format=group.format,
             layout=group.layout,
             block_size=group.block_size,
             kernel_block_size=group.kernel_block_size,

@@ -15,6 +15,7 @@ from slotline.conformance.kv_spec import (
     state_memory,
     state_places,
     state_traffic,
+    tensors,
     underdeclared,
 )
 
@@ -31,5 +32,6 @@ __all__ = [
     "state_memory",
     "state_places",
     "state_traffic",
+    "tensors",
     "underdeclared",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES
 from slotline.registry.contracts.kv_spec import (
     KVSpecCapabilities,
     KVSpecContext,
@@ -11,6 +12,7 @@ from slotline.registry.contracts.kv_spec import (
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
+from slotline.testing.environments.kv_spec import default_format
 from slotline.testing.environments.state_spec import context_of, declared_kinds, holds_states
 from slotline.testing.subject import Subject
 
@@ -58,13 +60,15 @@ def _block_context(run: Run) -> KVSpecContext:
         mla=kind == "mla",
         kv_kind=kind,
     )
+    cache_format = default_format(run.subject)
     return KVSpecContext(
         contract=1,
         layers=(layer,),
         block_size=size,
         kernel_block_size=size,
         layout="NHD",
-        kv_dtype="float32",
+        kv_dtype=FORMAT_DTYPES.get(cache_format, "float32"),
+        format=cache_format,
         max_model_len=8 * size,
     )
 

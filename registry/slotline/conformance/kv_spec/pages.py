@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from slotline.registry.contracts import AttentionLayer, KVCache
+from slotline.registry.contracts import AttentionLayer
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.environments.kv_spec import (
@@ -17,6 +19,8 @@ from slotline.testing.environments.kv_spec import (
     memory_cases,
 )
 
+PLAIN_ONLY = {"formats": "plain"}
+"""Need of the checks of keys and values; `kv_spec.tensors` has those of other formats."""
 NUM_BLOCKS = 5
 GUARD = 256
 """Bytes on each side of a cache that is bound in the middle of a larger buffer; a multiple of every element size."""
@@ -24,7 +28,7 @@ GAP = 16
 """Bytes before and behind a kernel block where pages lie apart; the alignment that the core keeps."""
 
 
-def bound(run: Run, num_blocks: int = NUM_BLOCKS) -> list[tuple[Group, AttentionLayer, torch.Tensor, KVCache]]:
+def bound(run: Run, num_blocks: int = NUM_BLOCKS) -> list[tuple[Group, AttentionLayer, torch.Tensor, Any]]:
     """Return each layer's raw bytes, with guards of 0xA5 around them, and its cache."""
     group, device = build_group(run), run.subject.device.type
     found = []
@@ -41,12 +45,12 @@ def where(layer: AttentionLayer, name: str) -> str:
     return f"layer of {layer.num_kv_heads} KV heads of {layer.head_size} and {layer.head_size_v}: {name}"
 
 
-def own_views(layer: AttentionLayer, cache: KVCache) -> tuple[tuple[str, torch.Tensor], ...]:
+def own_views(layer: AttentionLayer, cache: Any) -> tuple[tuple[str, torch.Tensor], ...]:
     """Return the views that have memory of their own, with names. Values of latents have none."""
     return (("key", cache.key),) if layer.mla else (("key", cache.key), ("value", cache.value))
 
 
-@check(Kind.KV_SPEC, "kv_spec.page.bytes", Level.NUMERICS, cases=memory_cases, cost=0.01)
+@check(Kind.KV_SPEC, "kv_spec.page.bytes", Level.NUMERICS, needs=PLAIN_ONLY, cases=memory_cases, cost=0.01)
 def page_bytes(run: Run) -> None:
     """A page has room for the keys and the values of a block's tokens."""
     group = build_group(run)
@@ -64,7 +68,7 @@ def page_bytes(run: Run) -> None:
         run.measured["padding"] = max(run.measured.get("padding", 0), found - wanted)
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.shape", Level.NUMERICS, cases=memory_cases, cost=0.05)
+@check(Kind.KV_SPEC, "kv_spec.bind.shape", Level.NUMERICS, needs=PLAIN_ONLY, cases=memory_cases, cost=0.05)
 def bind_shape(run: Run) -> None:
     """Both views are [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size] of the cache dtype."""
     for group, layer, raw, cache in bound(run):
@@ -79,7 +83,7 @@ def bind_shape(run: Run) -> None:
                 raise Failed(f"{where(layer, name)}: stride of the last dimension is {view.stride(3)}, wanted 1")
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.layout", Level.NUMERICS, cases=memory_cases)
+@check(Kind.KV_SPEC, "kv_spec.bind.layout", Level.NUMERICS, needs=PLAIN_ONLY, cases=memory_cases)
 def bind_layout(run: Run) -> None:
     """NHD has a token's heads side by side in memory, HND a head's tokens."""
     for _, layer, _, cache in bound(run):
@@ -94,7 +98,7 @@ def bind_layout(run: Run) -> None:
                 )
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.own_memory", Level.HOSTILE, cases=memory_cases)
+@check(Kind.KV_SPEC, "kv_spec.bind.own_memory", Level.HOSTILE, needs=PLAIN_ONLY, cases=memory_cases)
 def bind_own_memory(run: Run) -> None:
     """Every element of keys and values has its own bytes in the given memory, except values of latents."""
     for _, layer, raw, cache in bound(run):
@@ -117,14 +121,14 @@ def bind_own_memory(run: Run) -> None:
             taken[own] = True
 
 
-def _values_of_latents(layer: AttentionLayer, raw: torch.Tensor, cache: KVCache) -> None:
+def _values_of_latents(layer: AttentionLayer, raw: torch.Tensor, cache: Any) -> None:
     """Raise `Failed` unless the values are the keys' first numbers."""
     keys, values = (element_bytes(view, raw) for view in cache)
     if not torch.equal(keys[..., : layer.head_size_v], values):
         raise Failed(f"{where(layer, 'value')} does not lie on the keys' first {layer.head_size_v} numbers")
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.write_read", Level.HOSTILE, cases=memory_cases)
+@check(Kind.KV_SPEC, "kv_spec.bind.write_read", Level.HOSTILE, needs=PLAIN_ONLY, cases=memory_cases)
 def bind_write_read(run: Run) -> None:
     """Values written through the views are read back, and nothing around the memory changes."""
     for _, layer, raw, cache in bound(run):
@@ -147,7 +151,13 @@ def bind_write_read(run: Run) -> None:
                 raise Failed(f"{where(layer, 'a write to its views')} changed bytes {name} the memory that was given")
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.page_stride", Level.HOSTILE, needs={"page_stride": True}, cases=memory_cases)
+@check(
+    Kind.KV_SPEC,
+    "kv_spec.bind.page_stride",
+    Level.HOSTILE,
+    needs={**PLAIN_ONLY, "page_stride": True},
+    cases=memory_cases,
+)
 def bind_page_stride(run: Run) -> None:
     """Kernel blocks that lie apart, as groups that share a pool have them, bind like those that do not."""
     group, device = build_group(run), run.subject.device.type
@@ -174,7 +184,7 @@ def bind_page_stride(run: Run) -> None:
             raise Failed(f"{where(layer, 'a write to its views')} changed bytes between the pages")
 
 
-@check(Kind.KV_SPEC, "kv_spec.bind.sizes", Level.HOSTILE, cases=every_kind_cases)
+@check(Kind.KV_SPEC, "kv_spec.bind.sizes", Level.HOSTILE, needs=PLAIN_ONLY, cases=every_kind_cases)
 def bind_sizes(run: Run) -> None:
     """A single block can be bound, as for profiling, and so can two caches of one spec, each with its own memory."""
     group, device = build_group(run), run.subject.device.type

@@ -7,12 +7,14 @@ from attrs import evolve
 from slotline.conformance.kv_spec.contract import KINDS, SIZES, block_size_of, kind_of
 from slotline.registry.capability import Align
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES
 from slotline.registry.contracts.state import STATE_KINDS
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, PlanRequest, group_layers, group_states, negotiate
 from slotline.registry.negotiation.codes import code_of
 from slotline.testing.check import Case, Failed, Family, Level, NotApplicable, Run, check
+from slotline.testing.environments.kv_spec import default_format
 from slotline.testing.environments.state_spec import (
     declared_kinds,
     holds_states,
@@ -50,6 +52,7 @@ def _of_states(subject: Subject, kind: str = "") -> PlanRequest:
 
 def _of_blocks(subject: Subject, kind: str = "") -> PlanRequest:
     size = 16 if holds_states(subject) else block_size_of(subject)
+    cache_format = default_format(subject)
     layer = AttentionLayer(
         name="model.layers.0.self_attn",
         index=0,
@@ -73,6 +76,7 @@ def _of_blocks(subject: Subject, kind: str = "") -> PlanRequest:
                 )
             ]
         ),
+        kv_dtype=Asked(cache_format, "the suite", True) if cache_format in FORMAT_DTYPES else Asked("auto"),
         block_size=Asked(size, "the suite", True),
         graphs=Asked("none", "the suite", True),
         prefix_caching=Asked(False, "the suite", True),

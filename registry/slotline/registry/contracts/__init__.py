@@ -10,8 +10,16 @@ from slotline.registry.contracts.attention import (
     CascadeBackend,
     KVCache,
     KVScales,
+    LayerCache,
     LayerInput,
     TreeMask,
+)
+from slotline.registry.contracts.cache_tensors import (
+    FORMAT_DTYPES,
+    INT8_TOKEN_HEAD,
+    PLAIN,
+    CacheTensor,
+    CacheTensors,
 )
 from slotline.registry.contracts.communicator import (
     Communicator,
@@ -84,6 +92,7 @@ from slotline.registry.contracts.kv_spec import (
     KVSpecContext,
     StateSpec,
     StateSpecContext,
+    TensorSpec,
 )
 from slotline.registry.contracts.linear import Linear, LinearCapabilities, LinearContext
 from slotline.registry.contracts.logits_processor import (
@@ -179,6 +188,9 @@ from slotline.registry.contracts.weights import (
 __all__ = [
     "CONSTRAINTS",
     "ELEMENTS",
+    "FORMAT_DTYPES",
+    "INT8_TOKEN_HEAD",
+    "PLAIN",
     "POOLING_TASKS",
     "TOKEN_TASKS",
     "TOOL_CHOICES",
@@ -193,6 +205,8 @@ __all__ = [
     "BlockHash",
     "CacheBlock",
     "CacheSlots",
+    "CacheTensor",
+    "CacheTensors",
     "CascadeBackend",
     "CheckpointDrafterFactory",
     "Communicator",
@@ -246,6 +260,7 @@ __all__ = [
     "KVSpecCapabilities",
     "KVSpecContext",
     "KernelCompiler",
+    "LayerCache",
     "LayerInput",
     "LayerReader",
     "Linear",
@@ -314,6 +329,7 @@ __all__ = [
     "StructuredOutputContext",
     "StructuredOutputsParams",
     "TensorReader",
+    "TensorSpec",
     "TimePoint",
     "TokenSampler",
     "ToolArgumentsDelta",

@@ -91,6 +91,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from attrs import define, field, frozen
 
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set, Support
+from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class AttentionCapabilities:
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
         kv_scales: support for the scales of eight-bit caches.
+        cache_formats: formats of caches that it reads and writes (see `slotline.registry.contracts.cache_tensors`). For
+            a format other than ``plain``, `write` and `forward` get `CacheTensors` as their cache.
         layer_inputs: names of inputs beside query, key and value that it reads. A layer with others is refused.
         graphs: the batches that `forward` can be captured for.
         plan_once: the result of `plan` at a capture is valid for every replay, and `plan` fills no buffers of the
@@ -190,6 +193,7 @@ class AttentionCapabilities:
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     layer_inputs: Set[str] = Set(())
+    cache_formats: Set[str] = Set((PLAIN,))
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     plan_once: Flag = Flag(False)
     lse: Flag = Flag(False)
@@ -268,6 +272,10 @@ class KVCache(NamedTuple):
     value: torch.Tensor
 
 
+LayerCache = KVCache | CacheTensors
+"""Cache of one layer. In the format ``plain`` it is a `KVCache`."""
+
+
 class KVScales(NamedTuple):
     """Scales of one layer's eight-bit cache: [] float32 each, on the device.
 
@@ -302,6 +310,7 @@ class AttentionContext:
         dtype, kv_dtype: names such as ``bfloat16``.
         block_size, kernel_block_size: tokens of a manager block and of a kernel block.
         layout: ``NHD`` or ``HND``.
+        cache_format: format of the layers' caches.
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
         kv_scales: by layer index, the scales of an eight-bit cache. A layer without an entry has scales of 1.
         batch_invariant: True if the plan relies on the capability of that name.
@@ -322,6 +331,7 @@ class AttentionContext:
     max_model_len: int
     kv_scales: Mapping[int, KVScales] = field(factory=dict)
     batch_invariant: bool = False
+    cache_format: str = PLAIN
     options: Any = None
 
 
@@ -391,6 +401,8 @@ class AttentionBatch:
 
 class AttentionBackend(Protocol):
     """Protocol of a built attention backend. Tensors are on the negotiated device, in the negotiated dtype.
+
+    In a cache format other than ``plain``, the cache that `write` and `forward` get is `CacheTensors`.
 
     For layers with `AttentionLayer.inputs`, and for no others, `write` and `forward` are called with ``inputs=`` too.
     """

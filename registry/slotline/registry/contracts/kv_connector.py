@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from attrs import frozen
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionLayer, LayerCache
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.contracts.kv_spec import BlockHash
 from slotline.registry.declared import declared
 
@@ -84,6 +85,7 @@ class ConnectorGroup:
         name: name of the group in the plan.
         layers: the layers that own a cache, in the order of their bytes in a copied block.
         kv_dtype: name of the element type.
+        format: format of the caches.
         layout: physical order inside a kernel block.
         block_size, kernel_block_size: tokens. The second divides the first.
         block_bytes: bytes of a block over all layers.
@@ -96,6 +98,7 @@ class ConnectorGroup:
     block_size: int
     kernel_block_size: int
     block_bytes: int
+    format: str = PLAIN
 
 
 class BlockCopy(Protocol):
@@ -132,7 +135,7 @@ class KVConnectorContext:
 
     contract: int
     groups: tuple[ConnectorGroup, ...]
-    caches: Mapping[int, KVCache]
+    caches: Mapping[int, LayerCache]
     num_blocks: int
     copy: BlockCopy
     device: str
@@ -151,7 +154,8 @@ class KVConnectorContext:
         for group in self.groups:
             layers = [(layer.index, layer.num_kv_heads, layer.head_size, layer.head_size_v) for layer in group.layers]
             sizes = (group.block_size, group.kernel_block_size, group.block_bytes)
-            facts.append((group.name, group.kv_dtype, group.layout, sizes, layers))
+            other = () if group.format == PLAIN else (group.format,)
+            facts.append((group.name, group.kv_dtype, group.layout, sizes, layers, *other))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

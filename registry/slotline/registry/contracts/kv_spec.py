@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import frozen
 
 from slotline.registry.capability import Align, Flag, Set
-from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionLayer, LayerCache
+from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensor
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.declared import declared
 
@@ -50,6 +51,8 @@ class KVSpecCapabilities:
         prefix_caching: blocks can be shared between requests.
         page_stride: `bind` accepts kernel blocks with gaps between them, so that groups with other page sizes can share
             the pool's memory. Without it each block takes memory in every group, and the plan reports the waste.
+        formats: formats of caches that it lays out (see `slotline.registry.contracts.cache_tensors`). A spec with
+            another format than ``plain`` is a `TensorSpec`.
         priority: `auto` prefers the higher number.
         state: it holds states in slots instead of keys and values in blocks (see the module). `kv_kinds` and
             `exact_kinds` then name kinds of state layers, `prefix_caching` means that it takes checkpoints, and the
@@ -62,6 +65,7 @@ class KVSpecCapabilities:
     splittable: Flag = Flag(True)
     prefix_caching: Flag = Flag(True)
     page_stride: Flag = Flag(False)
+    formats: Set[str] = Set((PLAIN,))
     priority: int = 0
     state: Flag = Flag(False)
 
@@ -76,6 +80,7 @@ class KVSpecContext:
         block_size, kernel_block_size: tokens. The second divides the first.
         layout: physical order inside a kernel block.
         kv_dtype: name of the element type.
+        format: format of the caches.
         max_model_len: longest sequence.
         max_tokens_in_flight: most tokens by which a request's table runs ahead of its computed tokens: those of one
             step, or of two if a step is prepared while the previous one runs.
@@ -90,6 +95,7 @@ class KVSpecContext:
     kv_dtype: str
     max_model_len: int
     max_tokens_in_flight: int = 1
+    format: str = PLAIN
     options: Any = None
 
 
@@ -127,12 +133,26 @@ class KVSpec(Protocol):
         """
         ...
 
-    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
-        """View `raw` as the layer's cache.
+    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> LayerCache:
+        """View `raw` as the layer's cache: a `KVCache`, or `CacheTensors` in another format than ``plain``.
 
         `raw` is uint8, either [num_blocks * page_bytes(layer)], or, if `page_stride` is declared, one row for each
         kernel block, [num_blocks * ratio, page_bytes(layer) / ratio], with gaps between rows (`ratio` kernel blocks
         make one manager block).
+        """
+        ...
+
+
+class TensorSpec(KVSpec, Protocol):
+    """Protocol of a built cache spec that declares a format other than ``plain``.
+
+    `slotline.registry.cache_pages` computes the bytes and the views of declared tensors.
+    """
+
+    def tensors(self, layer: AttentionLayer) -> Sequence[CacheTensor]:
+        """Return the tensors of the layer's cache in the context's format.
+
+        `bind` returns `CacheTensors` of these names. Not asked in the format ``plain``.
         """
         ...
 

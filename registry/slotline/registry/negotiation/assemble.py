@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.changes import (
     backends_of,
@@ -16,6 +17,7 @@ from slotline.registry.negotiation.changes import (
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GraphPlan, GroupPlan
 from slotline.registry.negotiation.measured import UNMEASURED, figures, in_words, told_cases
+from slotline.registry.negotiation.needs import cache_format_of
 from slotline.registry.negotiation.offers import Offer, cascade_refusal, cascade_state, kv_reasons
 from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note, Reason, Rejection
@@ -67,6 +69,7 @@ def _cache_group(search: Search, solution: Solution, part: CachePart, spec: Cand
         block_size=solution.block_size,
         kernel_block_size=part.kernel_block_size,
         layout=part.layout,
+        format=cache_format_of(search.problem, kinds[0])[0],
         reason=_spec_reason(search, kinds, spec),
         rejected=tuple(_spec_rejections(search, solution, kinds, spec)),
     )
@@ -153,7 +156,10 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         graphs=offer.graphs,
         cascade=_cascade(search, solution, index),
         cascade_refusal=_cascade_refusal(search, solution, index),
-        kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
+        kv_scales=(request.kv_scales.value or "1")
+        if solution.pair[1] in EIGHT_BIT and group.has_cache and not request.cache_format
+        else "",
+        cache_format=cache_format_of(search.problem, group.kv_kind)[0] if group.has_cache else PLAIN,
         fast_prefill=group.fast_prefill,
         last_queries=group.last_queries
         and offered.several_plans

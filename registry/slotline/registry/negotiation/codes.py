@@ -131,6 +131,15 @@ _ALL = (
         "Choose another backend or cache dtype, or drop `cache.calculate_kv_scales` where that asks for them.",
     ),
     _code(
+        "N122",
+        _R,
+        "cache format",
+        "The cache spec does not lay out, or the backend does not read and write, the format of the cache: plain keys "
+        "and values, or tensors such as int8 codes with their scales. `cache.dtype` or the named cache spec decides "
+        "the format.",
+        "Choose a cache spec and a backend that both declare the format, or another `cache.dtype`.",
+    ),
+    _code(
         "N130",
         _R,
         "head size",
@@ -626,6 +635,8 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "attention_types": "N111",
         "dtypes": "N120",
         "kv_scales": "N121",
+        "formats": "N122",
+        "cache_formats": "N122",
         "head_sizes": "N130",
         "different_value_head": "N131",
         "group_sizes": "N132",

@@ -8,6 +8,7 @@ from textwrap import fill
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.columns import LABEL, hang, place, row, rows, table
@@ -163,6 +164,8 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     if group.last_queries:
         text = "the last layer may leave out unwanted queries, in steps without a graph"
         lines += row("prefill", text, width, indent=2)
+    if group.cache_format != PLAIN:
+        lines += row("format", f"{group.cache_format}, which spec and backend share", width, indent=2)
     if group.kv_scales:
         lines += row("scales", _SCALES[group.kv_scales], width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")

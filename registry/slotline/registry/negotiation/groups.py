@@ -7,6 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.negotiation.reasons import Rejection, source_of
 
@@ -63,6 +64,7 @@ class CacheGroupPlan:
         layers: the layers that own a cache, in model order.
         block_size, kernel_block_size: tokens. The second divides the first.
         layout: physical order inside a kernel block.
+        format: format of the layers' caches.
         reason: the reason for this spec.
         rejected: the other specs.
     """
@@ -78,6 +80,7 @@ class CacheGroupPlan:
     block_size: int
     kernel_block_size: int
     layout: str
+    format: str = PLAIN
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
 
@@ -94,6 +97,7 @@ class CacheGroupPlan:
             "block_size": self.block_size,
             "kernel_block_size": self.kernel_block_size,
             "layout": self.layout,
+            **({"format": self.format} if self.format != PLAIN else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -119,6 +123,7 @@ class GroupPlan:
             cascade.
         cascade_refusal: the reason why a backend with cascade does not use it for these layers.
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``. Empty for other caches.
+        cache_format: format of the layers' caches.
         fast_prefill: True if the layers, which all read other layers' caches, run only for the tokens whose logits are
             wanted, in steps without a graph.
         last_queries: True if the model may skip the queries of the other tokens in the last layer, in steps without a
@@ -147,6 +152,7 @@ class GroupPlan:
     cascade: str = NONE
     cascade_refusal: str = ""
     kv_scales: str = ""
+    cache_format: str = PLAIN
     fast_prefill: bool = False
     last_queries: bool = False
     reason: str = ""
@@ -177,6 +183,7 @@ class GroupPlan:
             "graphs": dict(self.graphs),
             "cascade": self.cascade,
             "kv_scales": self.kv_scales,
+            **({"cache_format": self.cache_format} if self.cache_format != PLAIN else {}),
             **({"fast_prefill": True} if self.fast_prefill else {}),
             **({"last_queries": True} if self.last_queries else {}),
         }

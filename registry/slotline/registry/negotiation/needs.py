@@ -7,8 +7,12 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 from slotline.registry.hooks import Ranking
 from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, GroupRequest, PlanRequest
+
+_OF_FORMATS = frozenset(FORMAT_DTYPES.values()) - EIGHT_BIT
+"""Cache dtypes that only formats with their own scales have."""
 
 Pair = tuple[str, str]
 """(dtype, cache dtype)."""
@@ -79,6 +83,7 @@ def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[Grou
     Blocks, layout and graphs are decided jointly.
     """
     needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group, pair))
+    needs = (*needs, *_format_needs(problem, group))
     insisted = tuple(need for need in needs if need.active() and problem.insists(need.key))
     return (_pair_need(problem.request, pair), *insisted)
 
@@ -145,12 +150,43 @@ def _asked_needs(request: PlanRequest, group: GroupRequest, pair: Pair) -> Itera
         yield GroupNeed(key=key, capability=capability, value=asked.value, origin=asked.origin)
     must = request.cascade.value is True and sees_all(group)
     yield GroupNeed(key="attention.cascade", capability="cascade", value=must, origin=request.cascade.origin)
-    scaled = bool(request.kv_scales.value) and pair[1] in EIGHT_BIT and group.has_cache
+    scaled = bool(request.kv_scales.value) and pair[1] in EIGHT_BIT and group.has_cache and not request.cache_format
     yield GroupNeed(key=scales_key(request), capability="kv_scales", value=scaled, origin=request.kv_scales.origin)
     for need in request.needs:
         if need.group in (None, group.name):
             key = f"need.{need.capability}"
             yield GroupNeed(key=key, capability=need.capability, value=need.value, origin=need.origin)
+
+
+def _format_needs(problem: Problem, group: GroupRequest) -> Iterator[GroupNeed]:
+    if group.has_cache:
+        cache_format, origin = cache_format_of(problem, group.kv_kind)
+        yield GroupNeed(key="cache.format", capability="cache_formats", value=cache_format, origin=origin)
+
+
+def cache_format_of(problem: Problem, kind: str) -> tuple[str, str]:
+    """Return the format of the caches of layers of one kind, and its origin.
+
+    It is the one that `cache.dtype` stands for. Without one it is ``plain`` if a spec that may hold the layers offers
+    that, or else the first format that such a spec offers.
+    """
+    request = problem.request
+    if request.cache_format and problem.insists("cache.dtype"):
+        return request.cache_format, request.kv_dtype.origin
+    asked = request.kv_specs.get(kind)
+    offers = [
+        (item.name, item.capabilities.formats)
+        for item in problem.kv_specs
+        if item.capabilities is not None
+        and not item.capabilities.state.support
+        and item.capabilities.kv_kinds.refusal(kind) is None
+        and (asked is None or asked.value == item.name or not problem.insists(f"cache.kv_spec.{kind}"))
+    ]
+    if offers and all(offer.refusal(PLAIN) is not None for _, offer in offers):
+        own = [(min(values), name) for name, offer in offers if (values := offer.values - FORMAT_DTYPES.keys())]
+        if own:
+            return min(own)[0], f"kv_spec {min(own)[1]}" if asked is None else asked.origin
+    return PLAIN, "default cache.dtype"
 
 
 def sees_all(group: GroupRequest) -> bool:
@@ -183,7 +219,8 @@ def dtype_pairs(problem: Problem) -> tuple[Pair, ...]:
     request = problem.request
     dtypes = (request.dtype.value, *(() if request.dtype.explicit else request.dtype_fallbacks))
     cache = request.cache_dtype
-    asked = [(dtype, dtype if cache == AUTO else cache) for dtype in dtypes]
+    own = cache == AUTO or bool(request.cache_format and not problem.insists("cache.dtype"))
+    asked = [(dtype, dtype if own else cache) for dtype in dtypes]
     return tuple(dict.fromkeys([*asked, *_pairs_once_waived(problem, dtypes)]))
 
 
@@ -195,7 +232,9 @@ def _pairs_once_waived(problem: Problem, dtypes: tuple[str, ...]) -> list[Pair]:
     return [
         pair
         for pair in _offered_pairs(problem.attention)
-        if (free_dtype or pair[0] in dtypes) and (free_cache or pair[1] == (pair[0] if cache == AUTO else cache))
+        if (pair[1] not in _OF_FORMATS or (pair[1] == cache and not free_cache))
+        and (free_dtype or pair[0] in dtypes)
+        and (free_cache or pair[1] == (pair[0] if cache == AUTO else cache))
     ]
 
 

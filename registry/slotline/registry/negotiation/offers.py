@@ -17,6 +17,7 @@ from slotline.registry.negotiation.needs import (
     Pair,
     Problem,
     backend_key,
+    cache_format_of,
     conditions,
     group_needs,
     model_key,
@@ -352,6 +353,9 @@ def kv_reasons(problem: Problem, kind: str, candidate: Candidate) -> tuple[Reaso
         return tuple(reasons)
     if problem.insists(model_key("kv_kind", kind)) and (text := offer.kv_kinds.refusal(kind)):
         reasons.append(reason_of("kv_kinds", text, f"model: {kind} layers"))
+    cache_format, origin = cache_format_of(problem, kind)
+    if text := offer.formats.refusal(cache_format):
+        reasons.append(reason_of("formats", text, origin))
     if (
         isinstance(size.value, int)
         and problem.insists("cache.block_size")

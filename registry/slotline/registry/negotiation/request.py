@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from attrs import field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, INT8_TOKEN_HEAD
 from slotline.registry.contracts.model_family import Stage
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import Descriptor, DeviceInfo
@@ -25,6 +26,10 @@ CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
     {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 )
 """Short names of cache dtypes, as vLLM has them."""
+CACHE_FORMATS: Mapping[str, str] = MappingProxyType(
+    {"int8": INT8_TOKEN_HEAD, "int8_token_head": INT8_TOKEN_HEAD, "int8_per_token_head": INT8_TOKEN_HEAD}
+)
+"""Values of `cache.dtype` that ask for a format with scales of its own; the last ones are vLLM's."""
 EIGHT_BIT = frozenset(CACHE_DTYPES.values())
 """Cache dtypes that are kept with scales."""
 
@@ -245,7 +250,14 @@ class PlanRequest:
     @property
     def cache_dtype(self) -> str:
         """Full name of the cache's dtype, or ``auto``."""
+        if self.cache_format:
+            return FORMAT_DTYPES[self.cache_format]
         return CACHE_DTYPES.get(self.kv_dtype.value, self.kv_dtype.value)
+
+    @property
+    def cache_format(self) -> str:
+        """Cache format that the requested dtype stands for, "" if it is only a dtype."""
+        return CACHE_FORMATS.get(self.kv_dtype.value, "")
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
         """Return the names requested for layers of one kind, best first. Empty for any backend."""

@@ -65,8 +65,8 @@ class World:
         self.case, self.layer, self.device = case, case.layer(), torch.device(device)
         self.notes: dict[int, str] = {}
         self._generator = torch.Generator().manual_seed(case.seed)
-        lengths, heads = [length for _, length in case.requests], case.num_kv_heads
-        self.keys = [self.random(n, heads, case.head_size).to(case.cache_dtype) for n in lengths]
+        lengths = [length for _, length in case.requests]
+        self.keys = [self.key_of(n) for n in lengths]
         self.values = [self.value_of(key) for key in self.keys]
         self.queries = [self.random(q, case.num_heads, case.head_size, times=case.amplitude) for q, _ in case.requests]
         self.sinks = self.random(case.num_heads).to(self.device) if case.sinks else None
@@ -80,6 +80,10 @@ class World:
     def random(self, *shape: int, times: float = 1.0) -> torch.Tensor:
         """Return normal numbers of the case's dtype, on the host, different in each call."""
         return (torch.randn(*shape, generator=self._generator) * times).to(self.case.dtype)
+
+    def key_of(self, length: int) -> torch.Tensor:
+        """Return random keys [length, Hkv, D]."""
+        return self.random(length, self.case.num_kv_heads, self.case.head_size).to(self.case.cache_dtype)
 
     def value_of(self, key: torch.Tensor) -> torch.Tensor:
         """Return values for keys [L, Hkv, D]: random ones, or those that latents contain."""
@@ -120,7 +124,7 @@ class World:
             return 0
         return max(0, length - query_len - self.case.window + 1) // self.case.block_size
 
-    def empty_cache(self) -> tuple[list[torch.Tensor], KVCache]:
+    def empty_cache(self) -> tuple[list[torch.Tensor], Any]:
         """Return new buffers [num_blocks, ...] and the two views of them, poisoned as the case requires."""
         case, n, size = self.case, self.num_blocks, self.case.block_size
         gap = 64 if case.strided else 0
@@ -443,7 +447,7 @@ class World:
 
     def changed(self, **changes: Any) -> World:
         """Return a new world for a changed case."""
-        return World(evolve(self.case, **changes), str(self.device))
+        return type(self)(evolve(self.case, **changes), str(self.device))
 
 
 def _measure(*, error: float, allowed: float, baseline: float | None = None, what: str = "output") -> None:

@@ -6,6 +6,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from slotline.registry.contracts.attention import AttentionContext, AttentionLayer, KVScales
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 
 NULL_BLOCK = 0
 POISON_BLOCK = 1
@@ -27,6 +28,8 @@ class Case:
         layout: physical order of a page, ``NHD`` or ``HND``.
         dtype, kv_dtype: dtypes of the activations and of the cache. kv_dtype None means dtype.
         kv_scales: scales of keys and values in an eight-bit cache, powers of two. None for 1 and 1.
+        cache_format: format of the cache (see `slotline.registry.contracts.cache_tensors`). In one with codes the keys
+            and values are of the case's dtype, and `kv_dtype` is None.
         scale: None for ``head_size ** -0.5``.
         mla: True if keys are latents that contain their values. There is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
@@ -61,6 +64,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
     kv_scales: tuple[float, float] | None = None
+    cache_format: str = PLAIN
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
@@ -144,6 +148,12 @@ class Case:
         return self.kv_dtype or self.dtype
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of the elements in the cache: that of codes, if the format has its own."""
+        name = FORMAT_DTYPES.get(self.cache_format)
+        return self.cache_dtype if name is None else getattr(torch, name)
+
+    @property
     def coarse_dtype(self) -> torch.dtype:
         """Coarser of the two dtypes, in which a backend may compute. Eight-bit caches are dequantised first."""
         wide = [dtype for dtype in (self.dtype, self.cache_dtype) if dtype.itemsize > 1]
@@ -203,7 +213,7 @@ class Case:
             layers=tuple(self.layer(index) for index in range(layers)),
             device=device,
             dtype=str(self.dtype).removeprefix("torch."),
-            kv_dtype=str(self.cache_dtype).removeprefix("torch."),
+            kv_dtype=str(self.stored_dtype).removeprefix("torch."),
             block_size=self.block_size * self.manager_blocks,
             kernel_block_size=self.block_size,
             layout=self.layout,
@@ -213,4 +223,5 @@ class Case:
             max_model_len=65536,
             kv_scales={index: self.scale_tensors(device) for index in scales},
             batch_invariant=self.batch_invariant,
+            cache_format=self.cache_format,
         )

@@ -14,8 +14,10 @@ import torch
 from attrs import evolve, fields
 
 from slotline.registry.capability import Range
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
+from slotline.testing.environments.attention_formats import CodedWorld
 from slotline.testing.environments.attention_shapes import Requests
 from slotline.testing.subject import Subject
 
@@ -29,13 +31,20 @@ BLOCK_SIZES = (16, 8, 48, 1)
 
 
 def dtype_pairs(subject: Subject) -> tuple[tuple[str, str], ...]:
-    """Return the declared (dtype, cache dtype) pairs that this torch has, plain ones first.
+    """Return the declared (dtype, cache dtype) pairs of plain caches that this torch has, those of one dtype first.
 
     If any pair is accepted, the usual three are returned.
+
+    Raises:
+        NotApplicable: if all declared pairs are of caches with codes.
     """
     declared = subject.capabilities.dtypes.values
     found = PAIRS if declared is None else sorted(declared, key=_pair_order)
-    return tuple(pair for pair in found if all(isinstance(getattr(torch, name, None), torch.dtype) for name in pair))
+    known = [pair for pair in found if all(isinstance(getattr(torch, name, None), torch.dtype) for name in pair)]
+    plain = tuple(pair for pair in known if getattr(torch, pair[1]).is_floating_point)
+    if known and not plain:
+        raise NotApplicable("no dtype pair of a plain cache is declared")
+    return plain
 
 
 def _pair_order(pair: tuple[str, str]) -> tuple[int, tuple[str, str]]:
@@ -90,7 +99,8 @@ def _ends(offer: Range) -> tuple[int, ...]:
 def needs_of(case: Case) -> dict[str, Any]:
     """Return the needs of a case by capability, in the form of negotiation."""
     return {
-        "dtypes": tuple(str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.cache_dtype)),
+        "dtypes": tuple(str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.stored_dtype)),
+        "cache_formats": case.cache_format,
         **_sizes_of(case),
         "group_sizes": case.num_heads // case.num_kv_heads,
         "kernel_block_sizes": case.block_size,
@@ -255,7 +265,8 @@ def device_of(subject: Subject) -> str:
 def world(run: Run, case: Case) -> World:
     """Return a world for a case, seeded by the run."""
     with threads(1):
-        return World(evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
+        kind = World if case.cache_format == PLAIN else CodedWorld
+        return kind(evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
 
 
 def writes_cache(run: Run) -> bool:

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from slotline.registry.capability import Align
-from slotline.registry.contracts import AttentionLayer, KVSpecContext
+from slotline.registry.contracts import FORMAT_DTYPES, PLAIN, AttentionLayer, KVSpecContext
 from slotline.registry.errors import PluginError
 from slotline.testing.check import Case, Failed, NotApplicable, Run
 from slotline.testing.environments.state_spec import refuse_states
@@ -58,6 +58,18 @@ def declared_kinds(subject: Subject) -> list[str]:
     """Return the kinds of layers that the spec declares, or the known ones if it accepts any."""
     values = subject.capabilities.kv_kinds.values
     return list(KNOWN_KINDS) if values is None else sorted(values)
+
+
+def other_formats(subject: Subject) -> list[str]:
+    """Return the declared formats other than ``plain``, in order of their names."""
+    values = subject.capabilities.formats.values or ()
+    return sorted(name for name in values if name != PLAIN)
+
+
+def default_format(subject: Subject) -> str:
+    """Return ``plain``, or the first declared format where that is not offered."""
+    plain = subject.capabilities.formats.refusal(PLAIN) is None
+    return PLAIN if plain else other_formats(subject)[0]
 
 
 def is_exact(subject: Subject, kind: str) -> bool:
@@ -191,14 +203,16 @@ def context_of(run: Run, **changes: Any) -> KVSpecContext:
         layers = tuple(
             layer_of(s, index=i, kind=kind, window=window, chunk=chunk) for i, s in enumerate((shape, "odd"))
         )
+    cache_format = case.get("format") or default_format(run.subject)
     context = KVSpecContext(
         contract=1,
         layers=layers,
         block_size=block_size,
         kernel_block_size=case.get("kernel_block_size", block_size),
         layout=case.get("layout", "NHD"),
-        kv_dtype=case.get("dtype", "float32"),
+        kv_dtype=FORMAT_DTYPES.get(cache_format, case.get("dtype", "float32")),
         max_model_len=6 * block_size + 3,
+        format=cache_format,
     )
     return evolve(context, **changes)
 

@@ -1,7 +1,8 @@
 """Small engine for a cache spec: requests share a pool of blocks, write tokens and read them back like attention.
 
 Every token has a number that represents it and all tokens before it, so equal numbers mean equal prefixes. It is
-written into each element of the token's key, its negative into the value. Free blocks and the null block hold `POISON`.
+written into each element of the token's key, its negative into the value. In other formats than ``plain`` it is written
+into all tensors of the token, its remainder where they hold integers. Free blocks and the null block hold `POISON`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import numpy as np
 import torch
 from attrs import define, field
 
-from slotline.registry.contracts import BlockHash, KVCache
+from slotline.registry.contracts import AttentionLayer, BlockHash, CacheTensors
 from slotline.testing.check import Failed
 from slotline.testing.environments.kv_spec import Group
 from slotline.testing.oracles.kv_spec import oldest_visible
 
 NULL_BLOCK = 0
 POISON = -1.0e9
+POISON_CODE = 127
+"""The same for integers, which else hold remainders below it."""
 
 
 @define(eq=False)
@@ -50,7 +53,7 @@ class Traffic:
     requests: list[Request] = field(init=False, factory=list)
     story: list[str] = field(init=False, factory=list)
     hits: int = field(init=False, default=0)
-    caches: list[KVCache] = field(init=False)
+    caches: list[Any] = field(init=False)
     free: list[int] = field(init=False)
     references: dict[int, int] = field(init=False, factory=dict)
     block_of: dict[BlockHash, int] = field(init=False, factory=dict)
@@ -131,9 +134,9 @@ class Traffic:
         numbers = request.numbers[first:last, None, None]
         where = self.places(request, first, last)
         for layer, cache in zip(self.group.layers, self.caches, strict=True):
-            cache.key[where] = numbers.expand(-1, *cache.key.shape[2:])
-            if not layer.mla:
-                cache.value[where] = -numbers.expand(-1, *cache.value.shape[2:])
+            for _, view, sign, of_key in self.views(layer, cache):
+                if not of_key:
+                    view[where] = filled(sign * numbers, view)
 
     def read(self, request: Request, first: int, last: int) -> None:
         """Check the keys that the queries first .. last - 1 read, each layer through its own window.
@@ -145,11 +148,17 @@ class Traffic:
             start = int(oldest_visible([layer], last)[first:].min())
             where = self.places(request, start, last)
             wanted = request.numbers[start:last, None, None]
-            of_values = 1 if layer.mla else -1
-            for name, found, sign in (("key", cache.key[where], 1), ("value", cache.value[where], of_values)):
-                wrong = (found * sign != wanted).flatten(1).any(dim=1).nonzero()
+            for name, view, sign, _ in self.views(layer, cache):
+                wrong = (view[where] != filled(sign * wanted, view)).flatten(1).any(dim=1).nonzero()
                 if len(wrong):
                     self.fail(request, start + int(wrong[0]), f"{layer.kv_kind} {layer.name}, {name}", first)
+
+    def views(self, layer: AttentionLayer, cache: Any) -> list[tuple[str, torch.Tensor, int, bool]]:
+        """Return name and view of each tensor of a token, its sign, and True for values that lie in the keys."""
+        if isinstance(cache, CacheTensors):
+            names = [tensor.name for tensor in self.group.spec.tensors(layer) if tensor.per == "token"]
+            return [(name, cache[name], 1, False) for name in names]
+        return [("key", cache.key, 1, False), ("value", cache.value, 1 if layer.mla else -1, layer.mla)]
 
     def fail(self, request: Request, position: int, where: str, query: int) -> None:
         """Raise `Failed` with the place of a wrong read."""
@@ -206,9 +215,16 @@ class Traffic:
     def poison(self, block: int) -> None:
         """Fill a block with `POISON`."""
         ratio = self.group.ratio
-        for cache in self.caches:
-            for view in cache:
-                view[block * ratio : (block + 1) * ratio] = POISON
+        for layer, cache in zip(self.group.layers, self.caches, strict=True):
+            for _, view, *_ in self.views(layer, cache):
+                poison = POISON if view.dtype.is_floating_point else POISON_CODE
+                view[block * ratio : (block + 1) * ratio] = poison
+
+
+def filled(numbers: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return numbers [n, 1, 1] as tokens of a view hold them, [n, *shape of a token]."""
+    flat = numbers.view(-1, *[1] * (view.dim() - 2)).expand(-1, *view.shape[2:])
+    return flat if view.dtype.is_floating_point else (flat % POISON_CODE).to(view.dtype)
 
 
 def prefix_numbers(tokens: Sequence[int]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from slotline.testing.mutants.attention import (
     cascade,
     contract,
     correct,
+    formats,
     latents,
     masks,
     outputs,
@@ -27,7 +28,8 @@ MUTANTS = (
     *cascade.MUTANTS,
     *latents.MUTANTS,
     *alibi.MUTANTS,
+    *formats.MUTANTS,
 )
-CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT)
+CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT)
 
 __all__ = ["CORRECT", "MUTANTS"]

@@ -11,7 +11,7 @@ from slotline.registry.contracts import KVSpecCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
-from slotline.testing.mutants.kv_spec import blocks, memory, right, states
+from slotline.testing.mutants.kv_spec import blocks, memory, right, states, tensors
 from slotline.testing.reference import kv_spec as reference
 
 
@@ -96,6 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
         blocks.TrustsTheLastBlock,
     ),
     *states.MUTANTS,
+    *tensors.MUTANTS,
 )
 
 CORRECT: tuple[Correct, ...] = (
@@ -135,4 +136,5 @@ CORRECT: tuple[Correct, ...] = (
         ),
     ),
     *states.CORRECT,
+    *tensors.CORRECT,
 )

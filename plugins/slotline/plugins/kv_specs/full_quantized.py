@@ -1,0 +1,21 @@
+"""Descriptor of the `full_quantized` cache spec: every token's keys and values as codes with scales."""
+
+from __future__ import annotations
+
+from slotline.registry.capability import Flag, Set
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD
+from slotline.registry.contracts.kv_spec import KVSpecCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+descriptor = Descriptor(
+    kind=Kind.KV_SPEC,
+    name="full_quantized",
+    capabilities=KVSpecCapabilities(
+        kv_kinds=Set(("full", "sliding", "chunked")),
+        exact_kinds=Set(("full",)),
+        page_stride=Flag(True),
+        formats=Set((INT8_TOKEN_HEAD,)),
+    ),
+    factory="slotline.plugins.kv_specs.quantized:FullQuantized",
+    summary="keeps codes and scales of the keys and values of every token",
+)

@@ -1,0 +1,83 @@
+"""Caches other than plain keys and values: named tensors, and the formats that say what they hold.
+
+A *format* is a name for the tensors of a layer's cache and for the meaning of their numbers. A cache spec declares the
+formats that it lays out (`KVSpecCapabilities.formats`), an attention backend those that it reads and writes
+(`AttentionCapabilities.cache_formats`). The plan gives both the same one. ``plain`` is a `KVCache`: keys and values in
+the cache's dtype. Any other name may be chosen by a plugin. These are defined here:
+
+* ``int8_token_head``: tensors ``key`` and ``value`` int8, ``key_scale`` and ``value_scale`` float32, one scale for each
+  token and KV head. A vector x of a head is stored as ``scale = max(abs(x)) / 127``, computed in float32, and
+  ``round(x / scale)``, to nearest even. It is read as ``code * scale``. Codes lie from -127 to 127. The codes of a
+  vector of zeros are 0 and its scale is a finite number. A step's new keys and values are read as they are stored. This
+  is the scheme of vLLM's ``int8_per_token_head``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN = "plain"
+"""The format of a `KVCache`."""
+
+INT8_TOKEN_HEAD = "int8_token_head"
+
+FORMAT_DTYPES: Mapping[str, str] = MappingProxyType({INT8_TOKEN_HEAD: "int8"})
+"""Formats whose elements have a dtype of their own, with its name. It is the cache's dtype in a plan."""
+
+
+@frozen
+class CacheTensor:
+    """Tensor that a layer keeps in each block of its cache.
+
+    Attributes:
+        name: unique in its layer.
+        dtype: name of a torch dtype. ``uint8`` serves for opaque bytes.
+        shape: of one token, or of one kernel block.
+        per: what has one entry of that shape: each ``token``, or each kernel ``block``.
+        alignment: bytes. The tensor's part of a kernel block begins at a multiple of it.
+        by_head: True if the first dimension of the shape counts KV heads. Layout HND puts it before the tokens.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    per: Literal["token", "block"] = "token"
+    alignment: int = 16
+    by_head: bool = False
+
+
+class CacheTensors(Mapping[str, "torch.Tensor"]):
+    """Cache of one layer in a format other than ``plain``: tensors by name.
+
+    A tensor per token is [num_kernel_blocks, kernel_block_size, *shape], one per block is [num_kernel_blocks, *shape].
+    Strides follow the layout. Kernel block 0 is the null block.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def key(self) -> torch.Tensor:
+        """The tensor named ``key``. Raises KeyError if the format has none."""
+        return self._tensors["key"]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor named ``value``. Raises KeyError if the format has none."""
+        return self._tensors["value"]
