@@ -164,6 +164,8 @@ def test_the_server_takes_plain_prompts(made: Callable[[str], Path]) -> None:
         wanted = greedy_reference(path, ENCODED[1], [START], 9)
         text = server.state.llm.tokenizer.decode(wanted, skip_special_tokens=True)
     assert answer["choices"][0]["text"] == text != ""
+    assert answer["usage"]["prompt_tokens"] == len(ENCODED[1]) + 1, "what the encoder reads, and the decoder's start"
+    assert answer["usage"]["total_tokens"] == len(ENCODED[1]) + 1 + 9
     assert wrong.status_code == 400
     assert "the encoder prompt has 65 tokens" in wrong.text
 

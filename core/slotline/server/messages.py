@@ -173,7 +173,7 @@ def _ending(one: CompletionOutput, turn: Turn) -> Ending:
 
 def _usage(output: RequestOutput, count: int) -> MessagesUsage:
     cached = output.metrics.num_cached_tokens
-    return MessagesUsage(len(output.prompt_token_ids) - cached, count, cached)
+    return MessagesUsage(output.num_prompt_tokens - cached, count, cached)
 
 
 async def _whole(asked: Asked) -> Message:

@@ -68,7 +68,7 @@ class Metrics:
             tokens: the number of tokens of each of its outputs.
         """
         metrics, total = output.metrics, sum(tokens.values())
-        self._prompt_tokens.inc(len(output.prompt_token_ids))
+        self._prompt_tokens.inc(output.num_prompt_tokens)
         self._queries.inc(len(output.prompt_token_ids))
         self._hits.inc(metrics.num_cached_tokens)
         self._preemptions.inc(metrics.num_preemptions)

@@ -42,7 +42,7 @@ class Counter:
         Args:
             empty: whether the output's tokens are not wanted.
         """
-        self._prompts[prompt] = len(output.prompt_token_ids), output.metrics.num_cached_tokens
+        self._prompts[prompt] = output.num_prompt_tokens, output.metrics.num_cached_tokens
         if not empty:
             self._completion += sum(len(one.token_ids) for one in output.outputs)
 

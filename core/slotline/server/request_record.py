@@ -101,7 +101,7 @@ class RequestRecord:
         """
         metrics = output.metrics
         self.unfinished -= 1
-        self.prompt_tokens += len(output.prompt_token_ids)
+        self.prompt_tokens += len(output.prompt_token_ids) + metrics.num_encoder_tokens
         self.cached_tokens += metrics.num_cached_tokens
         self.output_tokens += tokens
         if self.first_token is None:

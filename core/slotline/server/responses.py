@@ -145,7 +145,7 @@ class Asked:
             resource.incomplete_details = {"reason": "max_output_tokens"}
         else:
             resource.error = {"code": "server_error", "message": "the request was aborted"}
-        prompt, thought = len(output.prompt_token_ids), 0
+        prompt, thought = output.num_prompt_tokens, 0
         if writer.turn.reasoning:
             words = await asyncio.to_thread(self.state.llm.tokenizer.encode_word, writer.turn.reasoning)
             thought = min(len(words), count)

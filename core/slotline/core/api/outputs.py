@@ -53,6 +53,7 @@ class RequestMetrics:
 
     Attributes:
         time_to_first_token, time_in_all: None until known.
+        num_encoder_tokens: tokens of the prompt that an encoder-decoder model's encoder reads.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
         num_loaded_tokens: number of these tokens that a KV connector loaded.
         num_preemptions: number of times the request lost its blocks and was recomputed.
@@ -61,6 +62,7 @@ class RequestMetrics:
 
     time_to_first_token: float | None = None
     time_in_all: float | None = None
+    num_encoder_tokens: int = 0
     num_cached_tokens: int = 0
     num_loaded_tokens: int = 0
     num_preemptions: int = 0
@@ -88,6 +90,11 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = field(factory=RequestMetrics)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt, of its encoder's part too."""
+        return len(self.prompt_token_ids) + self.metrics.num_encoder_tokens
 
 
 @define(kw_only=True, eq=False)

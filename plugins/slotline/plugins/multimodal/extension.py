@@ -84,6 +84,7 @@ class MultimodalExtension:
         """
         features = features_of(request)
         self.reader.validate(request.known_prompt, features)
+        request.metrics.num_encoder_tokens = sum(f.size for f in features if f.modality == self.reader.prompt)
         needed, what = max((feature.size for feature in features), default=0), "an item"
         if not self.items.chunked_prefill:
             needed, what = sum({f.mm_hash: f.size for f in features}.values()), "a prompt that is not split"
