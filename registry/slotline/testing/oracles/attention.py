@@ -94,10 +94,11 @@ def attention(
         seen: [q, L] bool, the keys that each query sees, if `window` and `causal` are not sufficient.
         positions: [L], the tokens' positions in a text, for `slopes` and `biases`. None for 0 to L - 1.
     """
-    group = query.shape[1] // keys.shape[1]
+    num_kv_heads, shape = keys.shape[1], (query.shape[1], len(query), len(keys))
+    rows = query.shape[1] // num_kv_heads * len(query)  # of one KV head
     q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [L, H, D]
-    scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, q, L]
+    grouped = q.transpose(0, 1).reshape(num_kv_heads, rows, q.shape[2])
+    scores = (torch.matmul(grouped, k.permute(1, 2, 0)) * scale).view(shape)  # [H, q, L]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if slopes is not None or biases is not None:
@@ -116,7 +117,8 @@ def attention(
         column = sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat([scores, column], 2)
     weights = torch.softmax(scores, 2)[:, :, : len(k)]
-    out = torch.matmul(weights, v.transpose(0, 1)).transpose(0, 1)
+    grouped = weights.reshape(num_kv_heads, rows, len(k))
+    out = torch.matmul(grouped, v.transpose(0, 1)).view(*shape[:2], v.shape[2]).transpose(0, 1)
     return Answer(out, torch.logsumexp(scores.double(), 2), largest)
 
 

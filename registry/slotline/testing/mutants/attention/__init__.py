@@ -15,6 +15,7 @@ from slotline.testing.mutants.attention import (
     paging,
     plans,
     scales,
+    sizes,
 )
 
 MUTANTS = (
@@ -29,6 +30,7 @@ MUTANTS = (
     *latents.MUTANTS,
     *alibi.MUTANTS,
     *formats.MUTANTS,
+    *sizes.MUTANTS,
 )
 CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT)
 
