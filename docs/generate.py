@@ -38,6 +38,7 @@ GUIDES = {  # the page that explains a slot at length
 }
 PARTS_OF = {
     "cache_tensors": "kv_spec",
+    "family_example": "model_family",
     "pooling": "model_family",
     "sampling_params": "logits_processor",
     "weights": "weight_format",

@@ -58,7 +58,7 @@ def test_a_conformant_plugin_exits_with_0_and_leaves_report_junit_and_badge(tmp_
     files = ("--report", "r.json", "--junit", "f.xml", "--badge", "b.json")
     done = slotline_run(tmp_path, "conform", "./tiny.py:descriptor", *files)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "conformant up to L5; level reached: L3 stateful" in done.stdout
+    assert "conformant up to L3; level reached: L3 stateful, the last one with checks of its kind" in done.stdout
     assert "L1 numerics    6 of 6 runs" in done.stderr
     report = Report.load(tmp_path / "r.json")
     assert report.conformant
@@ -202,7 +202,7 @@ def test_options_and_device_are_checked_as_the_configuration_checks_them() -> No
         (["ngram", "--kind", "lora"], "there is no lora plugin 'ngram'"),
         (["torch", "--kind", "lorra"], "'lorra' is no kind of plugin"),
         (["torch", "--level", "L9"], "there is no level 'L9'"),
-        (["model_family:transformers_decoder"], "there are no conformance checks for plugins of kind 'model_family'"),
+        (["scheduler_policy:fcfs"], "there are no conformance checks for plugins of kind 'scheduler_policy'"),
     ],
 )
 def test_wrong_names_are_errors_with_what_was_meant(

@@ -162,7 +162,7 @@ class Check:
 
 _CHECKS: dict[str, Check] = {}
 
-WITHOUT_SUITE = frozenset((Kind.MODEL_FAMILY, Kind.SCHEDULER_POLICY))
+WITHOUT_SUITE = frozenset((Kind.SCHEDULER_POLICY,))
 """Kinds that have no checks yet."""
 
 CHECK_MODULES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(

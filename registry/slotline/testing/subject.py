@@ -51,7 +51,12 @@ class Subject:
         return self.descriptor.name
 
     def build(self, context: Any) -> Any:
-        """Build the plugin with its factory. Contract and options of the context are filled in here."""
+        """Build the plugin with its factory. Contract and options of the context are filled in here.
+
+        A context of None is for a factory that takes no argument.
+        """
+        if context is None:
+            return resolve_factory(self.descriptor)()
         return resolve_factory(self.descriptor)(evolve(context, contract=self.contract, options=self.options))
 
     def refusal(self, needs: Mapping[str, Any]) -> str | None:

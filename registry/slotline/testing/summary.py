@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from attrs import frozen
@@ -42,8 +43,21 @@ def verdict(report: Report) -> Line:
         return Line("not conformant: there are no checks", "bad")
     shown = "no level is reached" if reached is None else f"level reached: {reached.title}"
     if report.conformant:
-        return Line(f"conformant up to {asked}; {shown}", "good")
+        return Line(f"conformant up to {_up_to(report)}", "good")
     return Line(f"not conformant up to {asked}: {_against(report)}; {shown}", "bad")
+
+
+def _up_to(report: Report) -> str:
+    """Return how far a conformant plugin was checked, and why no further."""
+    asked, reached = report.settings.level, report.level_reached
+    if reached is None or reached >= asked:
+        return f"{asked}; level reached: {asked.title}"
+    above = [record for record in report.records if record.level > reached]
+    if not above:
+        return f"{reached}; level reached: {reached.title}, the last one with checks of its kind"
+    reasons = Counter(_skip(record) for record in above if record.outcome is Outcome.SKIPPED)
+    why = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+    return f"{reached}; level reached: {reached.title}; nothing above it could run{why}"
 
 
 def summary(report: Report, *, tracebacks: bool = False) -> Iterator[Line]:

@@ -12,6 +12,7 @@ from slotline.plugins.model_families.audio import ARCHITECTURES, MASKED
 from slotline.plugins.model_families.audio_processing import MaskedProcessing, WindowsProcessing
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.vision_model import TransformersVision, VisionModel
+from slotline.registry.contracts.family_example import FamilyExample
 from slotline.registry.contracts.model_family import Modality, ModelContext
 
 AUDIO = "audio"
@@ -29,6 +30,13 @@ class TransformersAudio(TransformersVision):
     def load(self, context: ModelContext) -> AudioModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return AudioModel(context)
+
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import audio_examples
+
+        return audio_examples()
 
 
 class AudioModel(VisionModel):

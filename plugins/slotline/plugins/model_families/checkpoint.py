@@ -277,19 +277,32 @@ def _quantizes_the_cache_alone(quantization: Any) -> bool:
 
 
 def _stored_dtype(path: Path) -> str:
-    from safetensors import safe_open
+    """Return the dtype of a folder's first tensor.
+
+    Raises:
+        ModelError: if its file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
 
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
-                return names.get(opened.get_slice(key).get_dtype(), "float32")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                    return names.get(opened.get_slice(key).get_dtype(), "float32")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be read: {error}", fix="download the checkpoint again") from error
     return "float32"
 
 
 def _scaled_length(path: Path, config: Any) -> int:
     named = ((name, getattr(config, name, None)) for name in LENGTHS)
     key, stated = next(((n, v) for n, v in named if v is not None), ("", LENGTH_WITHOUT_POSITIONS))
+    if not isinstance(stated, int):
+        raise ModelError(
+            f"{path / 'config.json'}: {key} = {stated!r} is no number of tokens",
+            fix="correct it, or download config.json again",
+        )
     length = int(stated)
     if length < 1:
         raise ModelError(

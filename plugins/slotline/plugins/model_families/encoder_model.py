@@ -5,6 +5,7 @@ An encoder keeps no keys: all tokens of a prompt are in the step that computes i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts, Shard
 
 if TYPE_CHECKING:
+    from slotline.registry.contracts.family_example import FamilyExample
     from slotline.registry.contracts.model_family import Attend
 
 PROBE_TOKENS = 2
@@ -67,6 +69,13 @@ class TransformersEncoder:
     def load(self, context: ModelContext) -> EncoderModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return EncoderModel(context)
+
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import encoder_examples
+
+        return encoder_examples()
 
 
 class EncoderModel:

@@ -303,6 +303,8 @@ def _parts(
 ) -> ModelParts | None:
     """Return the parts that can be on different devices: the embedding, each decoder layer, the final norm with a head.
 
+    What else is before the layers, such as a norm, counts to the embedding.
+
     None for a model whose layers or last norm are not found, or whose layers share modules. Its weights stay on one
     device.
     """
@@ -315,7 +317,7 @@ def _parts(
     if len(owners) != sum(len(list(layer.modules())) for layer in base.layers):
         return None
     return ModelParts(
-        embedding=_count(base.get_input_embeddings()),
+        embedding=sum(_count(child) for child in base.children() if child not in (base.layers, base.norm)),
         layers=tuple(map(_count, base.layers)),
         head=_count(base.norm) + sum(map(_count, heads)),
         attention=tuple(owners[model.get_submodule(binding.module_of(layer.name))] for layer in layers),

@@ -12,6 +12,7 @@ import torch
 from slotline.plugins.model_families import checkpoint, weight_sizes
 from slotline.plugins.model_families.encoder_decoder import EncoderDecoderModel, look_at
 from slotline.plugins.model_families.seq2seq import ARCHITECTURES
+from slotline.registry.contracts.family_example import FamilyExample
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.safe_repr import safe_repr
@@ -57,6 +58,13 @@ class TransformersSeq2Seq:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return Seq2SeqModel(context)
 
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import seq2seq_examples
+
+        return seq2seq_examples()
+
 
 class Seq2SeqModel(EncoderDecoderModel):
     """A loaded model, whose items are the encoder's prompts. Implements `MultimodalModel`."""
@@ -67,9 +75,14 @@ class Seq2SeqModel(EncoderDecoderModel):
         """Return the item of a prompt of token ids.
 
         Raises:
-            RequestError: if it is empty, too long, or has a token that the model does not know.
+            RequestError: if it is no list of token ids, empty, too long, or has a token that the model does not know.
         """
-        tokens = torch.tensor(list(item), dtype=torch.int64)
+        try:
+            tokens = torch.tensor(list(item), dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise RequestError(
+                f"the encoder prompt is {safe_repr(item)}, no token ids: {error}", fix="give a list of token ids"
+            ) from error
         longest, vocab_size = self.facts.max_encoder_len, self.facts.vocab_size
         if not 0 < len(tokens) <= longest:
             raise RequestError(

@@ -12,6 +12,7 @@ from slotline.plugins.model_families import checkpoint, weight_sizes
 from slotline.plugins.model_families.audio_processing import AudioProcessing
 from slotline.plugins.model_families.encoder_decoder import EncoderDecoderModel, look_at
 from slotline.plugins.model_families.speech import ARCHITECTURES
+from slotline.registry.contracts.family_example import FamilyExample
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 
 NO_TOKEN = -1
@@ -51,6 +52,13 @@ class TransformersSpeech:
     def load(self, context: ModelContext) -> SpeechModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return SpeechModel(context)
+
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import speech_examples
+
+        return speech_examples()
 
 
 class SpeechModel(EncoderDecoderModel):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from slotline.registry.contracts.communicator import Communicator
+    from slotline.registry.contracts.family_example import FamilyExample
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
 
 
@@ -78,6 +79,13 @@ class TransformersDecoder:
     def load(self, context: ModelContext) -> DecoderModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return DecoderModel(context)
+
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import decoder_examples
+
+        return decoder_examples()
 
 
 class DecoderModel:

@@ -38,6 +38,7 @@ from slotline.plugins.model_families.transformers_model import DecoderModel, Tra
 from slotline.plugins.model_families.video_frames import FrameVideos
 from slotline.plugins.model_families.video_pruning import KEPT, unpruned
 from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS, GRIDS, INSIDE, PADDED, PROMPT_TOKENS, TIMED
+from slotline.registry.contracts.family_example import FamilyExample
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem, Shard
 from slotline.registry.errors import ModelError
 
@@ -80,6 +81,13 @@ class TransformersVision(TransformersDecoder):
     def load(self, context: ModelContext) -> VisionModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
         return VisionModel(context)
+
+    @staticmethod
+    def examples() -> Mapping[str, FamilyExample]:
+        """See `slotline.registry.contracts.ExampleFamily.examples`."""
+        from slotline.plugins.model_families.examples import vision_examples
+
+        return vision_examples()
 
 
 class VisionModel(DecoderModel):

@@ -76,6 +76,7 @@ from slotline.registry.contracts.extension import (
     FeatureExtension,
     StepExtension,
 )
+from slotline.registry.contracts.family_example import ExampleFamily, FamilyExample
 from slotline.registry.contracts.kv_connector import (
     AsyncKVConnector,
     BlockCopy,
@@ -235,6 +236,7 @@ __all__ = [
     "DrafterContext",
     "DrafterInspection",
     "Drawn",
+    "ExampleFamily",
     "Exchange",
     "ExpertPlacement",
     "ExpertPlacementCapabilities",
@@ -244,6 +246,7 @@ __all__ = [
     "ExpertsContext",
     "ExtensionCapabilities",
     "ExtensionContext",
+    "FamilyExample",
     "FeatureExtension",
     "FileFormat",
     "FormatExample",
