@@ -150,6 +150,7 @@ def test_backends_write_and_read_the_same_codes_and_the_pool_holds_more(family: 
     assert pools[1] < 0.5 * pools[0]  # float32 elements become int8, and four bytes for each head come on top
 
 
+@pytest.mark.slow
 def test_shared_prefixes_and_blocks_from_host_memory_keep_their_scales(tiny: Tiny) -> None:
     path = tiny("llama")
     settings: dict[str, Any] = {"cache.dtype": "int8", "max_num_seqs": 2, "max_num_batched_tokens": 24}
