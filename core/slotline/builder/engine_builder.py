@@ -38,6 +38,7 @@ from slotline.builder.request_services import (
 from slotline.builder.sampling_profile import warm_up
 from slotline.builder.sizing import size_pool
 from slotline.builder.warmup import Warmup
+from slotline.builder.watched_blocks import pool_of
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
@@ -184,7 +185,9 @@ class EngineBuilder:
             apart = len(self.planned.shards.devices) > 1
             pages = {} if apart else layers.pages(specs, memory.num_blocks)
             router = layers.router(attention, specs, memory.num_blocks, pages, parts.checks)
-            caches = CacheMemory(specs=layers.held(specs), pages=pages, pool=BlockPool(memory.num_blocks))
+            caches = CacheMemory(
+                specs=layers.held(specs), pages=pages, pool=pool_of(self.planned, parts.groups, memory.num_blocks)
+            )
             cascade = layers.common_prefixes(attention, built.named.get("cascade"))
             step = self._step(evolve(built, router=router, memory=caches), cascade)
         self._prepare(step, known)

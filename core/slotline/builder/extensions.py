@@ -54,7 +54,9 @@ def build_extensions(parts: Parts) -> Extensions:
         )
     takers = (*parts.planned.all_extensions, parts.planned.scheduler_policy)
     inputs = frozenset(name for one in takers for name in one.capabilities.inputs)
-    return Extensions.of(built, inputs)
+    extensions = Extensions.of(built, inputs)
+    _connect_block_events(parts, extensions)
+    return extensions
 
 
 def _context(parts: Parts, descriptor: Descriptor[Any]) -> ExtensionContext:
@@ -70,3 +72,21 @@ def _context(parts: Parts, descriptor: Descriptor[Any]) -> ExtensionContext:
         options=planned.options(descriptor),
         parts=parts,
     )
+
+
+def _connect_block_events(parts: Parts, extensions: Extensions) -> None:
+    """Have the extensions that declare `block_events` hear of blocks.
+
+    Raises:
+        ContractError: if one declares it and has no method of that name, or has the method and does not declare it.
+    """
+    for descriptor in parts.planned.all_extensions:
+        one, declared = extensions.named.get(descriptor.name), descriptor.capabilities.block_events
+        if one is not None and hasattr(one, "block_events") != declared:
+            what = "declares block_events and has no method of that name" if declared else "has an undeclared method"
+            raise ContractError(
+                f"{parts.planned.registry.full_name(descriptor)} {what}: block_events",
+                fix="declare block_events=True in its ExtensionCapabilities, and have the method",
+            )
+    if (teller := extensions.named.get("block_events")) is not None:
+        teller.extensions_built(extensions)

@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.planner.async_scheduling import choose_async, overlap_drafts
+from slotline.planner.block_events import hears_blocks
 from slotline.planner.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.planner.compilation import capture_refusal, choose_compilation
 from slotline.planner.component_selection import (
@@ -460,6 +461,7 @@ def _negotiated(
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     has = {
         "adapters": lora is not None,
+        "block_events": hears_blocks(plan, offers, extensions, shards),
         "async_scheduling": asynchronous.resolved == "true",
         "chunked_prefill": config.scheduler.chunked_prefill and not whole_prompts(facts),
         "drafts": drafter is not None,

@@ -68,7 +68,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
         Kind.ATTENTION: BuiltContract(
             protocol=contracts.AttentionBackend,
             optional={"write": lambda capabilities: not capabilities.writes_cache},
-            further=((contracts.CascadeBackend, _declared("cascade")),),
+            further=(
+                (contracts.CascadeBackend, _declared("cascade")),
+                (contracts.BlockListener, _declared("block_events")),
+            ),
         ),
         Kind.STATE: BuiltContract(
             protocol=contracts.StateBackend,

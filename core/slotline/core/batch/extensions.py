@@ -23,7 +23,7 @@ Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
-_NO_FIELD = frozenset({"bind_caches", "give_back", "outside_steps"})
+_NO_FIELD = frozenset({"bind_caches", "block_events", "give_back", "outside_steps"})
 _NAMED = frozenset({"captured_inputs", "gather", "measured", "keep_states", "take_results"})
 """Methods whose results are kept under the extension's name."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"

@@ -6,6 +6,7 @@ from slotline.registry.contracts.attention import (
     AttentionCapabilities,
     AttentionContext,
     AttentionLayer,
+    BlockListener,
     CacheSlots,
     CascadeBackend,
     KVCache,
@@ -14,6 +15,7 @@ from slotline.registry.contracts.attention import (
     LayerInput,
     TreeMask,
 )
+from slotline.registry.contracts.block_events import BlockEvents
 from slotline.registry.contracts.cache_tensors import (
     FORMAT_DTYPES,
     INT8_TOKEN_HEAD,
@@ -203,7 +205,9 @@ __all__ = [
     "AttentionContext",
     "AttentionLayer",
     "BlockCopy",
+    "BlockEvents",
     "BlockHash",
+    "BlockListener",
     "CacheBlock",
     "CacheSlots",
     "CacheTensor",

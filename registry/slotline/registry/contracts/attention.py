@@ -69,6 +69,10 @@ graphs are declared, a batch of such trees may be captured: a captured kernel re
 `num_nodes_device`, which have the same addresses in each replay. A backend whose trees cannot be captured declares
 ``Limit(when="request_trees", capability="graphs", offer=Level(GraphSupport.NEVER))``.
 
+If `block_events` is declared, the core tells the backend before `plan` which kernel blocks have changed hands since the
+step before. What steps write to a block the backend sees in `write`; what comes otherwise, as with a cached prefix that
+another request computed or that a connector copied in, is in these events.
+
 If `cascade` is declared:
 
 * A batch whose requests all begin with the same kernel blocks may have a `common_prefix_len` above 0: a multiple of the
@@ -85,7 +89,7 @@ If `cascade` is declared:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attrs import define, field, frozen
@@ -98,6 +102,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from slotline.registry.contracts.block_events import BlockEvents
 
 
 @frozen
@@ -148,6 +154,8 @@ class AttentionCapabilities:
         cache_formats: formats of caches that it reads and writes (see `slotline.registry.contracts.cache_tensors`). For
             a format other than ``plain``, `write` and `forward` get `CacheTensors` as their cache.
         layer_inputs: names of inputs beside query, key and value that it reads. A layer with others is refused.
+        block_events: it hears of blocks that change hands, since it keeps something for each block. The backend is a
+            `BlockListener` then.
         graphs: the batches that `forward` can be captured for.
         plan_once: the result of `plan` at a capture is valid for every replay, and `plan` fills no buffers of the
             backend. Replays then need no planning, and one graph can hold several steps.
@@ -194,6 +202,7 @@ class AttentionCapabilities:
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     layer_inputs: Set[str] = Set(())
     cache_formats: Set[str] = Set((PLAIN,))
+    block_events: bool = False
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     plan_once: Flag = Flag(False)
     lse: Flag = Flag(False)
@@ -453,5 +462,21 @@ class CascadeBackend(AttentionBackend, Protocol):
         Args:
             common_prefix_len: number of tokens that all requests share, above 0.
             query_lens, seq_lens: [num_requests], as in the batch.
+        """
+        ...
+
+
+class BlockListener(AttentionBackend, Protocol):
+    """Protocol of a built backend that declares `block_events`."""
+
+    def block_events(self, events: Sequence[BlockEvents]) -> None:
+        """Hear which kernel blocks were returned, given, restored and loaded since the last step.
+
+        Called on the host before the step is planned, if anything has happened, also before a step that is replayed
+        from a graph or that needs no plan. Do not wait for the device. A block may be returned of which nothing was
+        heard, since an exception escaped from a step.
+
+        Args:
+            events: of the cache group of the backend's layers, one at most.
         """
         ...

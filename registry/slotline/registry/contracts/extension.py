@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from slotline.registry.contracts.block_events import BlockEvents
     from slotline.registry.contracts.kv_connector import CacheBlock
 
 FEATURES = (
@@ -45,6 +46,7 @@ FEATURES = (
 CARRIED: tuple[str, ...] = (
     "cascade",
     "adapters",
+    "block_events",
     "context_shards",
     "drafts",
     "guidance",
@@ -104,6 +106,7 @@ FEATURE_METHODS = (
     "block_evicted",
     "blocks_filled",
     "held_blocks",
+    "block_events",
     "forget_prefixes",
     "step_variants",
     "captured_variants",
@@ -166,6 +169,7 @@ class ExtensionCapabilities:
         order: extensions run in ascending order. Ties are ordered by name.
         needs_caches: whether it is built only after the caches, with `parts.memory`. It then takes no part in the
             steps over which memory is measured.
+        block_events: whether it hears of blocks that change hands. It has the method `block_events` then.
     """
 
     devices: Set[str] = Set(None)
@@ -176,6 +180,7 @@ class ExtensionCapabilities:
     excludes: tuple[str, ...] = field(default=())
     order: int = 100
     needs_caches: bool = False
+    block_events: bool = False
 
     @excludes.validator
     def _not_both(self, _attribute: object, value: tuple[str, ...]) -> None:
@@ -466,6 +471,17 @@ class FeatureExtension(StepExtension, Protocol):
 
     def held_blocks(self) -> Collection[int]:
         """Return the blocks of the pool that the extension holds a reference of. Read by the integrity checker."""
+        ...
+
+    def block_events(self, events: Sequence[BlockEvents]) -> None:
+        """Hear which blocks of the pool were returned, given, restored and loaded since the last step.
+
+        Called before a step's forward pass, if anything has happened. The extension declares `block_events`. Do not
+        wait for the device. A block may be returned of which nothing was heard, since an exception escaped from a step.
+
+        Args:
+            events: of each cache group in which there are any.
+        """
         ...
 
     def forget_prefixes(self) -> None:
