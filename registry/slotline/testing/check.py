@@ -162,11 +162,8 @@ class Check:
 
 _CHECKS: dict[str, Check] = {}
 
-WITHOUT_SUITE = frozenset((Kind.SCHEDULER_POLICY,))
-"""Kinds that have no checks yet."""
-
 CHECK_MODULES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {kind: (f"slotline.conformance.{kind.value}",) for kind in Kind if kind not in WITHOUT_SUITE}
+    {kind: (f"slotline.conformance.{kind.value}",) for kind in Kind}
 )
 """Where the checks of each kind are; importing a package of checks fills the list."""
 

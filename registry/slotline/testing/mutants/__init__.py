@@ -15,11 +15,9 @@ from typing import Any
 from attrs import frozen
 
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.testing.check import WITHOUT_SUITE, Level
+from slotline.testing.check import Level
 
-_MODULES: Mapping[Kind, str] = MappingProxyType(
-    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind not in WITHOUT_SUITE}
-)
+_MODULES: Mapping[Kind, str] = MappingProxyType({kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind})
 
 
 @frozen

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from attrs import frozen
 
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import WITHOUT_SUITE, Level
+from slotline.testing.check import Level
 from slotline.testing.mutants import Mutant, all_correct, all_mutants
 from slotline.testing.runner import check_plugin
 
@@ -59,7 +59,7 @@ def _row(cells: tuple[str, ...], *, markdown: bool) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Print the table (see the module)."""
     parser = argparse.ArgumentParser(prog="python -m slotline.testing.mutants", description=__doc__)
-    parser.add_argument("--kind", choices=[kind.value for kind in Kind if kind not in WITHOUT_SUITE])
+    parser.add_argument("--kind", choices=[kind.value for kind in Kind])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--markdown", action="store_true", help="a Markdown table with what is wrong with each")
     given = parser.parse_args(arguments)
