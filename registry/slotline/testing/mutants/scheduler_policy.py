@@ -206,7 +206,7 @@ class PassedOverLast(Careful):
 
 class NumbersOnce(Careful):
     def push(self, request: PolicyRequest) -> None:
-        self.seen = getattr(self, "seen", set())
+        self.seen: set[int] = getattr(self, "seen", set())
         if not request.preemptions and request.number in self.seen and request.number not in self.tokens:
             return
         self.seen.add(request.number)
