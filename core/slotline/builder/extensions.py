@@ -83,9 +83,9 @@ def _connect_block_events(parts: Parts, extensions: Extensions) -> None:
     for descriptor in parts.planned.all_extensions:
         one, declared = extensions.named.get(descriptor.name), descriptor.capabilities.block_events
         if one is not None and hasattr(one, "block_events") != declared:
-            what = "declares block_events and has no method of that name" if declared else "has an undeclared method"
+            what = "declares block_events without the method" if declared else "has the method block_events undeclared"
             raise ContractError(
-                f"{parts.planned.registry.full_name(descriptor)} {what}: block_events",
+                f"{parts.planned.registry.full_name(descriptor)} {what}",
                 fix="declare block_events=True in its ExtensionCapabilities, and have the method",
             )
     if (teller := extensions.named.get("block_events")) is not None:

@@ -18,7 +18,7 @@ from slotline.cli.command import Command
 from slotline.registry.descriptor import HOST_CONTRACTS, Kind
 from slotline.registry.errors import PluginError
 
-_WITHOUT = (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT, Kind.KV_CONNECTOR, Kind.SCHEDULER_POLICY)
+_WITHOUT = (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT, Kind.KV_CONNECTOR)
 KINDS = {kind.value: kind for kind in Kind if kind not in _WITHOUT}
 """The kinds that have a template."""
 
