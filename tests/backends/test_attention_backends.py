@@ -9,6 +9,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from small_sizes import in_small
 
 from slotline.testing import Level, Outcome, check_plugin
 from slotline.testing.environments.attention import BACKEND_THREADS, Case, World, threads
@@ -22,11 +23,19 @@ CHECKS = {
 """Row of the behaviour list -> checks that prove it."""
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODULES)
+def test_a_built_in_backend_passes_at_large_sizes(name: str) -> None:
+    records = check_plugin(f"attention:{name}", device="cpu", only=lambda item: not in_small(item))
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
+    assert "attention.sizes.shapes" in {record.id for record in records if record.outcome is Outcome.PASSED}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.behaviour(56, 67)
 def test_a_built_in_backend_passes_the_suite_up_to_long_histories(name: str) -> None:
-    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL)
+    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL, only=in_small)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     passed = {record.id for record in records if record.outcome is Outcome.PASSED}
     assert set.union(*CHECKS.values()) <= passed

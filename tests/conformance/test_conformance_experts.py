@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from mutant_trials import until_killed
 
+from slotline.backends.linear.vnni_kernels import lanes
 from slotline.registry.descriptor import Kind
 from slotline.testing import Level, Outcome, all_checks, check_plugin
 from slotline.testing.mutants.experts import CORRECT, MUTANTS
@@ -30,6 +31,8 @@ def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dequantized", "numba", "vnni"])
 def test_ours_passes_all(name):
+    if name == "vnni" and not lanes():
+        pytest.skip("this processor has no dot product of bytes")
     records = check_plugin(f"experts:{name}", level=Level.STATEFUL)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     assert sum(record.outcome is Outcome.PASSED for record in records) > 40

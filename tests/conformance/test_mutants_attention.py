@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from mutant_trials import until_killed
+from small_sizes import in_small
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Level
@@ -39,11 +40,18 @@ def test_a_mandatory_check_of_its_level_kills_the_mutant(mutant: Mutant) -> None
 @pytest.mark.spread(0, slow=2)
 @pytest.mark.parametrize("right", CORRECT, ids=lambda right: right.descriptor.name)
 def test_a_right_implementation_passes_everything(right: Correct) -> None:
-    records = check_plugin(right.descriptor, level=Level.STATEFUL, device="cpu")
+    records = check_plugin(right.descriptor, level=Level.STATEFUL, device="cpu", only=in_small)
     failed = [(record.key, record.reason) for record in records if record.outcome is Outcome.FAILED]
     assert not failed
     passed = {record.level for record in records if record.outcome is Outcome.PASSED}
     assert passed == {Level.CONTRACT, Level.NUMERICS, Level.HOSTILE, Level.STATEFUL}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("right", CORRECT, ids=lambda right: right.descriptor.name)
+def test_a_right_implementation_passes_at_large_sizes(right: Correct) -> None:
+    records = check_plugin(right.descriptor, level=Level.STATEFUL, device="cpu", only=lambda item: not in_small(item))
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
 
 
 def test_mutants_are_many_named_once_and_of_every_level() -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from cli_cases import pretend_project_installed
 from repository import TESTS
+from small_sizes import in_small
 from tool_model import CITY, EMPTY, make_tool_model
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
-from slotline.testing.check import Check, Level
+from slotline.testing.check import Level
 from slotline.testing.runner import check_plugin, level_reached
 
 ACME = TESTS / "third_party" / "acme-slotline"
@@ -135,18 +136,13 @@ def test_its_own_table_is_typed_by_the_plugin(built_in: list[list[int]]) -> None
         LLM(ACME / "run.toml", **SMALL, **{"logits_processors.acme_ban": {"alway": [banned]}})
 
 
-def _in_small(item: Check) -> bool:
-    """Leave out large sizes, which take as long as all the rest: the suite's own tests have them."""
-    return item.profile != "sizes"
-
-
 _BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("kind", [_BY_PROCESSES if kind is Kind.COMMUNICATOR else kind for kind in PLUGINS])
 def test_it_conforms(kind: Kind) -> None:
     attribute = PLUGINS[kind].removeprefix("acme_")
-    records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL, only=_in_small)
+    records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL, only=in_small)
     assert [f"{record.id} {record.case}: {record.reason}" for record in records if record.bad] == []
     assert level_reached(records) is (Level.HOSTILE if kind is Kind.RESPONSE_PARSER else Level.STATEFUL)
 

@@ -875,7 +875,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("nameless", "does not name the tensor that is missing", L2, _load_with(_quiet)),
     _mutant("key-errors", "raises KeyError for a missing tensor", L2, _load_with(_foreign)),
     _mutant("hopeless", "says of a missing tensor what is wrong and not what to do", L2, _load_with(_hopeless)),
-    _mutant("config-errors", "raises KeyError for a broken config.json", L2, _inspect_with(_foreign)),
+    _mutant("config-errors", "raises KeyError for a missing or broken config.json", L0, _inspect_with(_foreign)),
     _mutant("config-quiet", "says nothing of a broken config.json", L2, _inspect_with(_quiet)),
     _mutant("any-number", "raises TypeError for a text in place of a number", L2, _family(inspect=_any_number)),
     _mutant("moves-weights", "has its weights elsewhere after a reload", L2, MovesWeights),
