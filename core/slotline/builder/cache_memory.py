@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
-from typing import Any
 
 import torch
 
 from slotline.planner.cache_specs import aligned
 from slotline.registry.contracts import AttentionLayer, KVCache, KVSpec
+from slotline.registry.contracts.attention import LayerCache
 from slotline.registry.negotiation import CacheGroupPlan, Plan
 from slotline.registry.negotiation.pages import ALIGNMENT
 
@@ -62,7 +62,7 @@ def allocate_pages(
 
 def bind_caches(
     plan: Plan, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
-) -> dict[int, Any]:
+) -> dict[int, LayerCache]:
     """Return the cache of each layer that owns one, by layer index, in the memory of `allocate_pages`."""
     return {
         layer.index: spec.bind(pages[layer.index], layer, num_blocks)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.plugins.kv_specs.local_cache import SlidingSpec
+from slotline.plugins.kv_specs.paged import PagedSpec
 from slotline.registry.cache_pages import bind_tensors, block_bytes
 from slotline.registry.contracts.attention import AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, CacheTensor
@@ -34,8 +35,8 @@ def scaled_tensors(layer: AttentionLayer, element: str) -> tuple[CacheTensor, ..
     )
 
 
-class FullQuantized(FullSpec):
-    """Answers the pool's questions for layers that keep codes and scales of every token. Implements `TensorSpec`.
+class ScaledSpec(PagedSpec):
+    """Lays out codes and scales in kernel blocks. Implements `TensorSpec`, but for the rules of a kind of layers.
 
     Raises PluginError for a format that it does not know, and for layers with latents.
     """
@@ -48,27 +49,22 @@ class FullQuantized(FullSpec):
         return scaled_tensors(layer, self._element)
 
     def page_bytes(self, layer: AttentionLayer) -> int:
-        return _page_bytes(self._context, self.tensors(layer))
+        return self._kernel_blocks(1) * block_bytes(self.tensors(layer), self._context.kernel_block_size)
 
     def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> LayerCache:
-        return _bind(self._context, self.tensors(layer), raw, num_blocks)
+        size, layout = self._context.kernel_block_size, self._context.layout
+        return bind_tensors(raw, self.tensors(layer), self._kernel_blocks(num_blocks), size, layout)
+
+    def _kernel_blocks(self, num_blocks: int) -> int:
+        return num_blocks * (self._context.block_size // self._context.kernel_block_size)
 
 
-class SlidingQuantized(SlidingSpec):
-    """The same for layers that keep the last window. Implements `TensorSpec`."""
+class FullQuantized(ScaledSpec, FullSpec):
+    """Answers the pool's questions for layers that keep codes and scales of every token."""
 
-    def __init__(self, context: KVSpecContext) -> None:
-        super().__init__(context)
-        self._element = _element(context)
 
-    def tensors(self, layer: AttentionLayer) -> tuple[CacheTensor, ...]:
-        return scaled_tensors(layer, self._element)
-
-    def page_bytes(self, layer: AttentionLayer) -> int:
-        return _page_bytes(self._context, self.tensors(layer))
-
-    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> LayerCache:
-        return _bind(self._context, self.tensors(layer), raw, num_blocks)
+class SlidingQuantized(ScaledSpec, SlidingSpec):
+    """The same for layers that keep the last window."""
 
 
 def _element(context: KVSpecContext) -> str:
@@ -78,13 +74,3 @@ def _element(context: KVSpecContext) -> str:
             fix=f"choose one of {sorted(FORMAT_DTYPES)} for layers of keys and values",
         )
     return FORMAT_DTYPES[context.format]
-
-
-def _page_bytes(context: KVSpecContext, tensors: tuple[CacheTensor, ...]) -> int:
-    ratio = context.block_size // context.kernel_block_size
-    return ratio * block_bytes(tensors, context.kernel_block_size)
-
-
-def _bind(context: KVSpecContext, tensors: tuple[CacheTensor, ...], raw: torch.Tensor, num_blocks: int) -> LayerCache:
-    ratio = context.block_size // context.kernel_block_size
-    return bind_tensors(raw, tensors, num_blocks * ratio, context.kernel_block_size, context.layout)

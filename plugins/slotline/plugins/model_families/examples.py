@@ -6,8 +6,7 @@ imports this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 from attrs import evolve
-from transformers.utils import logging as transformers_logging
 
+from slotline.plugins.model_families.loading import no_progress_bars
 from slotline.registry.contracts.family_example import FamilyExample
 
 VOCAB_SIZE, WINDOW, MAX_LEN = 160, 8, 256
@@ -175,25 +174,13 @@ def write(architecture: str, settings: Mapping[str, Any], folder: Path, seed: in
 
 def save(make: Callable[[], Any], folder: Path, seed: int) -> None:
     """Write a model that `make` initializes at random. Biases are not 0 then, and norms not 1."""
-    with torch.random.fork_rng(devices=()), torch.no_grad(), quiet():
+    with torch.random.fork_rng(devices=()), torch.no_grad(), no_progress_bars():
         torch.manual_seed(seed)
         model = make()
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.15)
         model.save_pretrained(folder)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Show no progress bars of transformers inside."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def answers_of(architecture: str, what: str, folder: Path, token_ids: Sequence[int], item: Any) -> torch.Tensor:
@@ -207,7 +194,7 @@ def answers_of(architecture: str, what: str, folder: Path, token_ids: Sequence[i
 
 @lru_cache(maxsize=4)
 def _whole(architecture: str, folder: Path) -> Any:
-    with quiet():
+    with no_progress_bars():
         model = getattr(transformers, architecture).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )

@@ -79,7 +79,7 @@ def load_transformers_model(
         read_ahead(files, progress=context.progress)
     report_of = _Reports()
     try:
-        with _no_progress_bars(), report_of.kept():
+        with no_progress_bars(), report_of.kept():
             model, report = _from_pretrained(found, state, dtype, found.attention(attention), text_alone=text_alone)
     except MemoryError:
         raise
@@ -181,7 +181,8 @@ class _Reports(logging.Filter):
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
+    """Show no progress bars of transformers inside."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
