@@ -84,7 +84,8 @@ class ContextShardsExtension:
         parts: list[dict[int, KVCache]] = []
         for device in self._devices:
             pages = allocate_pages(plan, specs, num_blocks, lambda _layer, device=device: device, self._zeros)  # type: ignore[misc]
-            parts.append(bind_caches(plan, specs, pages, num_blocks))
+            bound = bind_caches(plan, specs, pages, num_blocks)
+            parts.append({index: cache for index, cache in bound.items() if isinstance(cache, KVCache)})
         return {index: ShardedCache(*cache, tuple(part[index] for part in parts)) for index, cache in parts[0].items()}
 
     def _zeros(self, count: int, device: str) -> Any:
