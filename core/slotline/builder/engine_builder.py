@@ -26,6 +26,7 @@ from slotline.builder.nan_cause import nan_cause
 from slotline.builder.parts import CacheMemory, Parts, StepParts
 from slotline.builder.placement import device_memory, later_feeds
 from slotline.builder.plugin_construction import oom_as_capacity_error
+from slotline.builder.prefix_log import pool_of
 from slotline.builder.request_services import (
     build_parser,
     build_pipeline,
@@ -38,7 +39,6 @@ from slotline.builder.request_services import (
 from slotline.builder.sampling_profile import warm_up
 from slotline.builder.sizing import size_pool
 from slotline.builder.warmup import Warmup
-from slotline.builder.watched_blocks import pool_of
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable

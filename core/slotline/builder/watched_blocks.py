@@ -155,17 +155,14 @@ class WatchedGroup(CacheGroup):
         super().extend_all(rows, counts, blocks)
 
 
+def listens(planned: Planned) -> bool:
+    """Return whether a plugin of the plan hears of blocks."""
+    return any(carrier.name == "block_events" for carrier in planned.carriers)
+
+
 def group_maker(planned: Planned) -> Callable[..., CacheGroup]:
     """Return the function that makes the cache groups of a plan, with one log for all if plugins hear of blocks."""
-    return partial(WatchedGroup, BlockLog()) if _listens(planned) else CacheGroup
-
-
-def pool_of(planned: Planned, groups: Sequence[CacheGroup], num_blocks: int) -> BlockPool:
-    """Return the pool of a plan, with the log of `groups` if plugins hear of blocks."""
-    logs = [group.log for group in groups if isinstance(group, WatchedGroup)]
-    if not _listens(planned):
-        return BlockPool(num_blocks)
-    return WatchedPool(num_blocks, logs[0] if logs else BlockLog())
+    return partial(WatchedGroup, BlockLog()) if listens(planned) else CacheGroup
 
 
 def in_kernel_blocks(events: BlockEvents, ratio: int) -> BlockEvents:
@@ -177,11 +174,6 @@ def in_kernel_blocks(events: BlockEvents, ratio: int) -> BlockEvents:
         for name in ("returned", "given", "restored", "loaded")
     }
     return evolve(events, **parts, hashes=tuple(one for one in events.hashes for _ in range(ratio)))
-
-
-def _listens(planned: Planned) -> bool:
-    """Return whether a plugin of the plan hears of blocks."""
-    return any(carrier.name == "block_events" for carrier in planned.carriers)
 
 
 def _blocks(found: list[int]) -> Int:

@@ -170,6 +170,8 @@ class ExtensionCapabilities:
         needs_caches: whether it is built only after the caches, with `parts.memory`. It then takes no part in the
             steps over which memory is measured.
         block_events: whether it hears of blocks that change hands. It has the method `block_events` then.
+        prefix_events: whether it reads which prefixes became findable and which were lost. The pool of `parts.memory`
+            gives it a log then, by its method `listen`. It needs the caches.
     """
 
     devices: Set[str] = Set(None)
@@ -181,6 +183,7 @@ class ExtensionCapabilities:
     order: int = 100
     needs_caches: bool = False
     block_events: bool = False
+    prefix_events: bool = False
 
     @excludes.validator
     def _not_both(self, _attribute: object, value: tuple[str, ...]) -> None:
