@@ -11,9 +11,11 @@ import transformers
 from cli_cases import tiny_checkpoint
 
 from slotline.cli import main
-from slotline.cli.bench_limits import Machine, ModelCost
+from slotline.cli.bench_limits import Machine, ModelCost, cost_of
 from slotline.cli.bench_run import Served, Wave
 from slotline.cli.workloads import WORKLOADS, workload
+from slotline.planner.plan import make_plan
+from slotline.registry.config import load_config
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.errors import ConfigError
 
@@ -73,6 +75,24 @@ def test_limits_count_weights_once_a_step_and_cache_and_operations_of_each_reque
     assert cost.prompt_seconds(two, slow_matrix) == 2 * 900 * 6 + 2 * 100 * 2 + 2 * 6 * 2 * 2 * 8
     cached = [Served(prompt=3, cached=2, output=1, first=0.0)]
     assert cost.prompt_seconds(cached, slow_matrix) == 2 * 900 + 2 * 100 + 3 * 2 * 2 * 8
+
+
+def test_limits_count_the_scales_of_codes() -> None:
+    layer = AttentionLayer(
+        name="l", index=0, num_heads=2, num_kv_heads=3, head_size=8, head_size_v=4, scale=1.0, window=None
+    )
+    cost = ModelCost(body=1, head=1, itemsize=4, kv_itemsize=1, kv_scale_bytes=4, layers=(layer,), max_requests=8)
+    machine = Machine(read_bytes_per_s=1.0, copy_bytes_per_s=0.5, flops_per_s=1e12, dtype="float32")
+    one = [Served(prompt=3, cached=0, output=2, first=0.0)]
+    # A step of 8 bytes of weights; 4 keys of 3 heads, each 8 + 4 codes and two scales of 4 bytes.
+    assert cost.decode_seconds(one, machine) == 8 + 4 * 3 * (12 + 8)
+
+
+def test_a_plan_of_codes_has_scales_in_its_cost(checkpoint: Path) -> None:
+    given = {"model": str(checkpoint), "device": "cpu", "dtype": "float32"}
+    plans = [make_plan(load_config(values={**given, "cache.dtype": name})).plan for name in ("auto", "int8")]
+    costs = [cost_of(plan, checkpoint, 8) for plan in plans]
+    assert [(cost.kv_itemsize, cost.kv_scale_bytes) for cost in costs if cost] == [(4, 0), (1, 4)]
 
 
 def test_more_requests_than_rows_need_more_steps() -> None:

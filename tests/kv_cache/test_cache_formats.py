@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,29 @@ def test_a_kind_that_only_one_format_holds_needs_no_setting() -> None:
     both = backend("both", cache_formats=Set(("plain", "rows")))
     plan = negotiate(request(layer(0), layer(1, kv_kind="dsa")), [both], [FULL, own])
     assert {group.name: group.cache_format for group in plan.groups} == {"full": "plain", "dsa": "rows"}
+
+
+def test_kinds_of_layers_that_share_a_spec_share_its_format() -> None:
+    names, kinds = ("plain", "acme", "bounds", "rows"), ("full", "sliding", "dsa")
+    reads = backend("reads", cache_formats=Set(names))
+    layers = [layer(i, kv_kind=kind, window=64 if kind == "sliding" else None) for i, kind in enumerate(kinds)]
+    shared = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        specs = []
+        for number in range(rng.randint(1, 4)):
+            held, formats = rng.sample(kinds, rng.randint(1, 3)), rng.sample(names, rng.randint(1, 3))
+            own = {"kv_kinds": Set(held), "exact_kinds": Set(held), "priority": rng.randint(0, 3)}
+            specs.append(spec(f"spec{number}", FULL_SPEC, formats=Set(formats), **own))
+        asked = {kind: explicit(rng.choice(specs).name) for kind in kinds if rng.random() < 0.3}
+        try:
+            plan = negotiate(request(*layers, kv_specs=asked), [reads], specs)
+        except NegotiationError:
+            continue
+        formats_of = {cache.name: cache.format for cache in plan.cache_groups}
+        assert all(formats_of[group.cache_group] == group.cache_format for group in plan.groups), f"seed {seed}"
+        shared += sum(len(cache.kinds) > 1 for cache in plan.cache_groups)
+    assert shared > 30
 
 
 # --- memory

@@ -18,13 +18,13 @@ from slotline.cli.tuning.cases import Cases, cases_for
 from slotline.cli.tuning.timing import _Bench, time_cases
 from slotline.cli.tuning.trials import backend_trials, feasible_backends, refused_backends
 from slotline.core import LLM
-from slotline.planner.measurements import load_measurements, measurement_key, save_measurements
+from slotline.planner.measurements import asked_cache, load_measurements, measurement_key, save_measurements
 from slotline.planner.plan import make_plan
 from slotline.registry.cache_folder import cache_folder
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
-from slotline.registry.negotiation import Measured, MeasuredRun, negotiate
+from slotline.registry.negotiation import Asked, Measured, MeasuredRun, negotiate
 from slotline.registry.negotiation.measured import from_json
 
 PLUGINS = """
@@ -177,6 +177,24 @@ def test_if_nothing_runs_the_exit_code_says_so_and_nothing_is_written(
     assert "failed: RuntimeError: this kernel is broken" in capsys.readouterr().out
     assert not output.exists()
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_per_token_head"])
+def test_measurements_of_a_cache_of_codes_are_found_by_each_of_its_names(
+    name: str, folder: Path, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))
+    fixed = ["--set", "attention.backend=torch", "--set", "cache.block_size=16", "--batches", "1", "--context", "4"]
+    assert main(["tune", str(folder / "run.toml"), "--set", "cache.dtype=int8", *fixed]) == 0
+    settings = ["attention.backend=torch", "cache.block_size=16"]
+    assert make_plan(load_config(folder / "run.toml", overrides=[*settings, f"cache.dtype={name}"])).plan.measured
+    assert not make_plan(load_config(folder / "run.toml", overrides=settings)).plan.measured
+
+
+def test_measurements_of_an_eight_bit_cache_are_found_by_its_short_name() -> None:
+    asked = Asked(value="fp8", explicit=True)
+    assert asked_cache(request(kv_dtype=asked)) == "float8_e4m3fn"
+    assert asked_cache(request()) == "float32"
 
 
 def test_a_broken_measurement_file_is_passed_over_with_a_warning(cached: Path, tmp_path, monkeypatch, caplog) -> None:

@@ -18,12 +18,14 @@ import torch
 from attrs import frozen
 
 from slotline.planner.auto_config import auto_config
-from slotline.registry.contracts import AttentionLayer
+from slotline.registry.contracts import FORMAT_DTYPES, AttentionLayer
 
 if TYPE_CHECKING:
     from slotline.cli.bench_run import Served
     from slotline.registry.negotiation import Plan
 
+SCALE_BYTES = 4
+"""Bytes of a scale in the formats of `FORMAT_DTYPES`."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _REPEATS = 7
 
@@ -75,6 +77,7 @@ class ModelCost:
     Attributes:
         body, head: parameters that each token, or each sampled position, is multiplied with.
         itemsize, kv_itemsize: bytes of a weight and of a cache element.
+        kv_scale_bytes: bytes of the scale beside each vector of a cache with codes, 0 for others.
         layers: attention layers.
         max_requests: rows.
     """
@@ -82,9 +85,10 @@ class ModelCost:
     body: int
     head: int
     itemsize: int
-    kv_itemsize: int
+    kv_itemsize: float
     layers: tuple[AttentionLayer, ...]
     max_requests: int
+    kv_scale_bytes: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -117,9 +121,11 @@ class ModelCost:
 
     def _cache_bytes(self, first: int, end: int) -> float:
         """Count the bytes of keys and values that these queries read. Latents hold their values."""
-        sizes = [x.num_kv_heads * (x.head_size + (0 if x.mla else x.head_size_v)) for x in self.layers]
-        keys = [_keys(first, end, x.window) for x in self.layers]
-        return self.kv_itemsize * sum(size * count for size, count in zip(sizes, keys, strict=True))
+        return sum(self._token_bytes(x) * _keys(first, end, x.window) for x in self.layers)
+
+    def _token_bytes(self, layer: AttentionLayer) -> float:
+        vectors = (layer.head_size,) if layer.mla else (layer.head_size, layer.head_size_v)
+        return layer.num_kv_heads * sum(size * self.kv_itemsize + self.kv_scale_bytes for size in vectors)
 
 
 def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
@@ -134,6 +140,7 @@ def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
         head=head,
         itemsize=getattr(torch, plan.dtype).itemsize,
         kv_itemsize=getattr(torch, plan.kv_dtype).itemsize,
+        kv_scale_bytes=SCALE_BYTES if any(group.cache_format in FORMAT_DTYPES for group in plan.groups) else 0,
         layers=tuple(layer for group in plan.groups for layer in group.layers),
         max_requests=max_requests,
     )

@@ -13,11 +13,12 @@ import torch
 from attrs import asdict
 
 from slotline.registry.cache_folder import cache_folder, write_atomic
-from slotline.registry.contracts import ModelFacts
+from slotline.registry.contracts import FORMAT_DTYPES, ModelFacts
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.errors import ConfigError
-from slotline.registry.negotiation import Measured
+from slotline.registry.negotiation import Measured, Plan, PlanRequest
 from slotline.registry.negotiation.measured import from_json, to_json
+from slotline.registry.negotiation.request import AUTO
 
 logger = logging.getLogger("slotline")
 
@@ -51,6 +52,19 @@ def measurement_file(key: dict[str, Any]) -> Path:
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / "measurements" / f"{digest}.json"
+
+
+def asked_cache(request: PlanRequest) -> str:
+    """Return what a request's caches hold, in the words of `planned_cache`."""
+    if request.cache_format:
+        return request.cache_format
+    return request.dtype.value if request.cache_dtype == AUTO else request.cache_dtype
+
+
+def planned_cache(plan: Plan) -> str:
+    """Return the format of a plan's caches if `cache.dtype` stands for it, else their dtype. It names measurements."""
+    formats = (group.cache_format for group in plan.groups if group.cache_format in FORMAT_DTYPES)
+    return next(formats, plan.kv_dtype)
 
 
 def load_measurements(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> Measured | None:

@@ -33,7 +33,7 @@ from slotline.planner.extensions import carriers, choose_extensions, extension_s
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
-from slotline.planner.measurements import load_measurements
+from slotline.planner.measurements import asked_cache, load_measurements
 from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
 from slotline.planner.model_family import family_for, model_notes
 from slotline.planner.non_chunkable import (
@@ -420,8 +420,7 @@ def _negotiated(
         request = evolve(request, prefix_caching=refuse_sharing(loaded))
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     if use_measurements:
-        dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
-        measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
+        measured = load_measurements(facts, info, request.dtype.value, asked_cache(request))
         request = with_measurements(request, measured, attention)
     states = state_candidates(registry, info) if facts.state_layers else ()
     rank = partial(registry.hooks.rank_candidates, device=info)

@@ -12,6 +12,7 @@ from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -66,7 +67,7 @@ descriptor = Descriptor(
     capabilities=AttentionCapabilities(
         devices=Set(("cuda",)),
         min_compute_capability=(8, 0),
-        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2"))),
+        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8"))),
         head_sizes=Range(minimum=1, maximum=256),
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
@@ -81,6 +82,7 @@ descriptor = Descriptor(
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
         kv_scales=Flag(True),
+        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
         graphs=Level(GraphSupport.ALWAYS),
         plan_once=Flag(True),
         plain_writes=True,

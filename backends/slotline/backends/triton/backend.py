@@ -14,7 +14,13 @@ from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
 from slotline.kernels.gluon_support import device_has_hopper_kernels
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import (
+    AttentionBatch,
+    AttentionContext,
+    AttentionLayer,
+    LayerCache,
+)
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, CacheTensors
 
 if TYPE_CHECKING:
     from slotline.backends.triton.decode_hopper import HopperDecodes
@@ -39,6 +45,10 @@ CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
 """Shortest common prefix, and fewest query tokens, that are worth two more kernels."""
 CASCADE_AIM = 2
 """Programs for each multiprocessor to aim at for a common prefix."""
+
+
+CODES = {INT8_TOKEN_HEAD: "bytes"}
+"""How the kernels read the elements of a cache format with a scale for each token and KV head."""
 
 
 class Shape(NamedTuple):
@@ -121,6 +131,7 @@ class TritonBackend:
         self._cores = cores
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
+        self._codes = CODES.get(context.cache_format, "")
         self._slopes = slopes_of(context)
         self._invariant = context.batch_invariant
         early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
@@ -280,35 +291,44 @@ class TritonBackend:
         wanted = round(aim * self._cores / programs)
         return max(1, min(wanted, tiles, MAX_SPLITS, MAX_SPLIT_ROWS // tokens))
 
-    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+    def write(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, plan: Plan
+    ) -> None:
         tokens = plan.batch.num_tokens
         if not tokens:
             return
         key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
-        scales = self._scales.get(layer.index)
-        dtype = cache.key.dtype
+        strides: tuple[int, ...] = (key.stride(0), value.stride(0), key.stride(1), value.stride(1))
+        strides += (*cache.key.stride()[:3], *cache.value.stride()[:3])
+        sizes = {
+            "num_heads": layer.num_kv_heads,
+            "size": layer.head_size,
+            "size_v": layer.head_size_v,
+            "padded_heads": triton.next_power_of_2(layer.num_kv_heads),
+            "padded": triton.next_power_of_2(layer.head_size),
+            "padded_v": triton.next_power_of_2(layer.head_size_v),
+            "page": self._page,
+        }
+        slots = plan.batch.slot_mapping
+        if isinstance(cache, CacheTensors):
+            scales = cache["key_scale"], cache["value_scale"]
+            strides += (*scales[0].stride(), *scales[1].stride())
+            kernels.encode[(tokens,)](
+                key, value, cache.key, cache.value, slots, *scales, *strides, **sizes, most=127.0, codes=self._codes
+            )
+            return
+        factors, dtype = self._scales.get(layer.index), cache.key.dtype
         kernels.store[(tokens,)](
             key,
             value,
             cache.key,
             cache.value,
-            plan.batch.slot_mapping,
-            *(scales or (key, value)),
-            key.stride(0),
-            value.stride(0),
-            key.stride(1),
-            value.stride(1),
-            *cache.key.stride()[:3],
-            *cache.value.stride()[:3],
-            num_heads=layer.num_kv_heads,
-            size=layer.head_size,
-            size_v=layer.head_size_v,
-            padded_heads=triton.next_power_of_2(layer.num_kv_heads),
-            padded=triton.next_power_of_2(layer.head_size),
-            padded_v=triton.next_power_of_2(layer.head_size_v),
-            page=self._page,
+            slots,
+            *(factors or (key, value)),
+            *strides,
+            **sizes,
             most=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
-            has_scales=scales is not None,
+            has_scales=factors is not None,
         )
 
     def forward(
@@ -317,7 +337,7 @@ class TritonBackend:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
@@ -347,7 +367,7 @@ class TritonBackend:
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         plan: Plan,
         launches: tuple[Launch, ...],
         out: torch.Tensor,
@@ -387,7 +407,7 @@ class TritonBackend:
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         plan: Plan,
         launch: Launch,
         out: torch.Tensor,
@@ -396,7 +416,12 @@ class TritonBackend:
         norms: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        batch, scales = plan.batch, self._scales.get(layer.index)
+        batch, factors = plan.batch, self._scales.get(layer.index)
+        scales: tuple[torch.Tensor, torch.Tensor] = factors or (lse, lse)
+        of_scales: tuple[int, ...] = (0,) * 6
+        if isinstance(cache, CacheTensors):
+            scales = cache["key_scale"], cache["value_scale"]
+            of_scales = (*scales[0].stride(), *scales[1].stride())
         tree = batch.tree if launch.cascade != "prefix" else None
         nodes, sees, depths = (lse,) * 3 if tree is None else (plan.nodes, tree.sees.view(torch.uint8), tree.depths)
         kernels.attend[(launch.blocks * layer.num_kv_heads, launch.splits)](
@@ -420,13 +445,14 @@ class TritonBackend:
             launch.first,
             launch.end,
             lse if batch.common_prefix is None else batch.common_prefix,
-            *(scales or (lse, lse)),
+            *scales,
             layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
             layer.soft_cap or 1.0,
             query.stride(0),
             query.stride(1),
             *cache.key.stride()[:3],
             *cache.value.stride()[:3],
+            *of_scales,
             out.stride(0),
             out.stride(1),
             lse.stride(0),
@@ -450,12 +476,13 @@ class TritonBackend:
             has_cap=layer.soft_cap is not None,
             has_sinks=sinks is not None,
             has_slopes=self._slopes is not None,
-            has_scales=scales is not None,
+            has_scales=factors is not None,
             causal=batch.causal and launch.cascade != "prefix",
             has_tree=tree is not None,
             split=launch.num_parts > 1,
             cascade=launch.cascade,
             exact=self._exact,
+            codes=self._codes,
             peel=launch.shape in (PREFILL, PREFIX) or tree is not None,  # in verification of chains it costs a tenth
             num_warps=launch.shape.warps,
             num_stages=launch.shape.stages,

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from slotline.backends.triton.kernels import LOG2E
 from slotline.kernels.gluon_compat import load_rows
 from slotline.kernels.triton_launcher import Launcher
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 
 TILE, STAGES, RESIDENT = 32, 3, 4
 """Keys of a tile, tiles of keys and of values that have a place, and programs that a multiprocessor holds."""
@@ -294,7 +294,7 @@ class HopperDecodes:
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         batch: AttentionBatch,
         requests: int,
         out: torch.Tensor,

@@ -74,6 +74,12 @@ def _attend_tile(
     k_token,
     v_block,
     v_token,
+    key_scales,
+    value_scales,
+    ks_block,
+    ks_token,
+    vs_block,
+    vs_token,
     top,
     norm,
     acc,
@@ -91,6 +97,7 @@ def _attend_tile(
     causal: tl.constexpr,
     has_tree: tl.constexpr,
     exact: tl.constexpr,
+    codes: tl.constexpr,
 ):
     """Compute one tile of keys: the new maximum, sum and output. Unless `masked`, all rows see all of its keys.
 
@@ -105,18 +112,24 @@ def _attend_tile(
     else:
         page_at = tl.load(table + key // page).to(tl.int64)
     inside = key % page
-    k_at = keys + (page_at * k_block + inside * k_token)[None, :] + dim[:, None]
-    v_at = values + (page_at * v_block + inside * v_token)[:, None] + dim_v[None, :]
+    per_byte: tl.constexpr = 2 if codes == "nibbles" else 1
+    k_at = keys + (page_at * k_block + inside * k_token)[None, :] + (dim // per_byte)[:, None]
+    v_at = values + (page_at * v_block + inside * v_token)[:, None] + (dim_v // per_byte)[None, :]
     if masked:
         k = tl.load(k_at, mask=real[None, :] & (dim < size)[:, None], other=0.0)
     elif size == padded:
         k = tl.load(k_at)
     else:
         k = tl.load(k_at, mask=(dim < size)[:, None], other=0.0)
+    if codes == "nibbles":
+        k = _nibbles(k, (dim % 2)[:, None])
     if exact:  # noqa: SIM108 - the compiler drops one of two blocks, and compiles both sides of an expression
         scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
     else:
         scores = tl.dot(q, k.to(q.dtype))
+    if codes != "":
+        own = tl.load(key_scales + page_at * ks_block + inside * ks_token, mask=real, other=0.0)
+        scores = scores * own[None, :]
     if by_row:
         scores = scores * row_scale[:, None]
     if has_cap:
@@ -159,11 +172,30 @@ def _attend_tile(
         v = tl.load(v_at)
     else:
         v = tl.load(v_at, mask=(dim_v < size_v)[None, :], other=0.0)
-    if exact:
+    if codes == "nibbles":
+        v = _nibbles(v, (dim_v % 2)[None, :])
+    if codes != "":
+        # Weights times scales must stay within float16's range: relative to the tile's largest scale they do.
+        own = tl.load(value_scales + page_at * vs_block + inside * vs_token, mask=real, other=0.0)
+        most = tl.max(own, 0)
+        most = tl.where(most > 0.0, most, 1.0)
+        weights = weights * (own / most)[None, :]
+        if exact:
+            add = tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+        else:
+            add = tl.dot(weights.to(q.dtype), v.to(q.dtype))
+        acc = acc * shrink[:, None] + add * most
+    elif exact:
         acc = acc * shrink[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
     else:
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
     return best, norm, acc
+
+
+@triton.jit
+def _nibbles(stored, high):
+    """Return the codes from -7 to 7 in the lower halves of bytes, or in the upper ones where `high` is 1."""
+    return ((stored.to(tl.int32) >> (high * 4)) & 15) - 8
 
 
 @triton.jit
@@ -251,6 +283,12 @@ def attend(
     v_block,
     v_token,
     v_head,
+    ks_block,
+    ks_token,
+    ks_head,
+    vs_block,
+    vs_token,
+    vs_head,
     o_token,
     o_head,
     lse_head,
@@ -280,6 +318,7 @@ def attend(
     split: tl.constexpr,
     cascade: tl.constexpr,
     exact: tl.constexpr,
+    codes: tl.constexpr,
     peel: tl.constexpr,
     early: tl.constexpr,
 ):
@@ -293,11 +332,11 @@ def attend(
     capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of all requests, "rest"
     for the keys after them. `has_tree`: the last nodes [requests] query tokens of each request are the first nodes of a
     tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `nodes_row` is num_nodes if there is one for
-    each request, else 0. `slopes` [heads] are ALiBi's, if
-    `has_slopes`. `peel` handles tiles without a mask in a separate loop. `early`: the next kernel may start, and this
-    one waits for the previous one, which writes the queries and the newest keys and values. Positions of requests and
-    pages are read before the wait. They are written before a step's first kernel, the lookup of embeddings, which does
-    not start early.
+    each request, else 0. `slopes` [heads] are ALiBi's, if `has_slopes`. `codes` is "bytes" or "nibbles" for keys and
+    values in codes with a scale for each token and KV head, "" for all others. `peel` handles tiles without a mask in a
+    separate loop. `early`: the next kernel may start, and this one waits for the previous one, which writes the queries
+    and the newest keys and values. Positions of requests and pages are read before the wait. They are written before a
+    step's first kernel, the lookup of embeddings, which does not start early.
     """
     if early:
         gdc_launch_dependents()
@@ -356,10 +395,26 @@ def attend(
     table += request.to(tl.int64) * table_row
     keys += head * k_head
     values += head * v_head
+    key_scales, value_scales = key_scale, value_scale
+    if codes != "":
+        key_scales += head * ks_head
+        value_scales += head * vs_head
     if early:
         if split:
             _ask_for_tile(
-                keys, values, table, first_tile, end, k_block, k_token, v_block, v_token, size, size_v, page, tile
+                keys,
+                values,
+                table,
+                first_tile,
+                end,
+                k_block,
+                k_token,
+                v_block,
+                v_token,
+                size // 2 if codes == "nibbles" else size,
+                size_v // 2 if codes == "nibbles" else size_v,
+                page,
+                tile,
             )
         gdc_wait()
 
@@ -368,13 +423,14 @@ def attend(
     q = tl.load(query + at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0)
 
     # Eight-bit keys and values become float16 at no loss and faster than bfloat16, so the products are in float16 then.
-    # Queries are brought into its range row by row.
+    # Queries are brought into its range row by row, by a power of two, which rounds nothing.
     by_row: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and not exact
     row_scale = scale
     if by_row:
         q = q.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
-        row_scale = tl.where(largest > 0.0, largest, 1.0)
+        row_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        row_scale = tl.where(row_scale > 0.0, row_scale, 1.0)
         q = (q / row_scale[:, None]).to(tl.float16)
     if has_scales:
         scale = scale * tl.load(key_scale)
@@ -430,6 +486,12 @@ def attend(
                 k_token,
                 v_block,
                 v_token,
+                key_scales,
+                value_scales,
+                ks_block,
+                ks_token,
+                vs_block,
+                vs_token,
                 top,
                 norm,
                 acc,
@@ -447,6 +509,7 @@ def attend(
                 causal=causal,
                 has_tree=has_tree,
                 exact=exact,
+                codes=codes,
             )
 
     if has_scales:
@@ -576,3 +639,105 @@ def store(
         new = tl.minimum(tl.maximum(new, -most), most)
     target = values + block * v_block + inside * v_token + head * v_head + dim_v
     tl.store(target, new.to(values.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def encode(
+    key,
+    value,
+    keys,
+    values,
+    slots,
+    key_scales,
+    value_scales,
+    key_token,
+    value_token,
+    key_head,
+    value_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    ks_block,
+    ks_token,
+    ks_head,
+    vs_block,
+    vs_token,
+    vs_head,
+    num_heads: tl.constexpr,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    padded_heads: tl.constexpr,
+    padded: tl.constexpr,
+    padded_v: tl.constexpr,
+    page: tl.constexpr,
+    most: tl.constexpr,
+    codes: tl.constexpr,
+):
+    """Write one token's key and value, all heads, to its slot as codes and a scale for each head. Grid: (tokens,).
+
+    Slot -1 is skipped. `most` is the largest code. `codes` is as in `attend`.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    block, inside = slot // page, slot % page
+    head = tl.arange(0, padded_heads)
+    _encode(
+        key + token * key_token + head * key_head,
+        keys + block * k_block + inside * k_token + head * k_head,
+        key_scales + block * ks_block + inside * ks_token + head * ks_head,
+        head < num_heads,
+        size,
+        padded,
+        most,
+        codes,
+    )
+    _encode(
+        value + token * value_token + head * value_head,
+        values + block * v_block + inside * v_token + head * v_head,
+        value_scales + block * vs_block + inside * vs_token + head * vs_head,
+        head < num_heads,
+        size_v,
+        padded_v,
+        most,
+        codes,
+    )
+
+
+@triton.jit
+def _encode(
+    vectors, stored, scales, real, size: tl.constexpr, padded: tl.constexpr, most: tl.constexpr, codes: tl.constexpr
+):
+    """Write the vectors at addresses [heads] that are real as codes and scales to the addresses of theirs."""
+    if codes == "nibbles":
+        dim = tl.arange(0, padded // 2)[None, :]
+        here = real[:, None] & (dim < size // 2)
+        low = tl.load(vectors[:, None] + dim * 2, mask=here, other=0.0).to(tl.float32)
+        high = tl.load(vectors[:, None] + dim * 2 + 1, mask=here, other=0.0).to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        scale = tl.maximum(tl.div_rn(largest, most), 1.1754943508222875e-38)
+        byte = _rounded(low, scale, most) + 8 + (_rounded(high, scale, most) + 8) * 16
+        tl.store(stored[:, None] + dim, byte.to(tl.uint8), mask=here)
+    else:
+        dim = tl.arange(0, padded)[None, :]
+        here = real[:, None] & (dim < size)
+        new = tl.load(vectors[:, None] + dim, mask=here, other=0.0).to(tl.float32)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(new), 1), most), 1.1754943508222875e-38)
+        if stored.dtype.element_ty == tl.int8:
+            tl.store(stored[:, None] + dim, _rounded(new, scale, most).to(tl.int8), mask=here)
+        else:
+            new = tl.minimum(tl.maximum(tl.div_rn(new, scale[:, None]), -most), most)
+            tl.store(stored[:, None] + dim, new.to(stored.dtype.element_ty), mask=here)
+    tl.store(scales, scale, mask=real)
+
+
+@triton.jit
+def _rounded(vectors, scale, most: tl.constexpr):
+    """Return vectors [heads, size] over scales [heads] as int32 codes, rounded to nearest even."""
+    magic: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23, from which on float32 has no fractions
+    exact = tl.minimum(tl.maximum(tl.div_rn(vectors, scale[:, None]), -most), most)
+    return ((exact + magic) - magic).to(tl.int32)

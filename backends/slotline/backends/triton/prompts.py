@@ -12,7 +12,7 @@ from slotline.backends.triton.prompt_kernels import attend_prompts
 from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.kernels.graph_capture_state import is_replayed
 from slotline.kernels.triton_launcher import Boxes, Launcher, next_power_of_2
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 
 if TYPE_CHECKING:
     from slotline.backends.triton.backend import Launch
@@ -70,7 +70,7 @@ class PromptAttention:
         tokens = batch.num_tokens - int(starts[first])
         return first if tokens // self._block_q * self._kv_heads >= programs else requests
 
-    def takes(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> bool:
+    def takes(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache) -> bool:
         """Return True if these tensors equal the cache's contents, and boxes of them can be loaded.
 
         False in a graph, because its replays may have other requests, with keys in the cache.

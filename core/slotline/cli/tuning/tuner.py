@@ -26,6 +26,7 @@ from slotline.cli.tuning.trials import (
 )
 from slotline.core.engine.engine import Engine
 from slotline.kernels.device_scope import device_scope
+from slotline.planner.measurements import planned_cache
 from slotline.planner.plan import Planned, make_plan
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import Model
@@ -209,7 +210,7 @@ class Tuner:
 
     def _measured(self, plan: Plan, aim: str) -> Measured:
         runs = tuple(outcome.run for outcome in self._outcomes if outcome.run is not None)
-        return Measured(date=self.date, dtype=plan.dtype, kv_dtype=plan.kv_dtype, aim=aim, runs=runs)
+        return Measured(date=self.date, dtype=plan.dtype, kv_dtype=planned_cache(plan), aim=aim, runs=runs)
 
     def _best(self, aim: str) -> MeasuredRun | None:
         runs = tuple(outcome.run for outcome in self._outcomes if outcome.run is not None)
