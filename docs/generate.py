@@ -40,6 +40,7 @@ PARTS_OF = {
     "block_events": "extension",
     "cache_tensors": "kv_spec",
     "family_example": "model_family",
+    "kv_compression": "extension",
     "pooling": "model_family",
     "sampling_params": "logits_processor",
     "weights": "weight_format",

@@ -12,7 +12,7 @@ from slotline.registry.contracts import BlockEvents, ExtensionCapabilities, Exte
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import IntegrityError
 
-NAMES = ("returned", "given", "restored", "loaded")
+NAMES = ("returned", "given", "restored", "loaded", "moved")
 
 
 class Sums:
@@ -41,7 +41,7 @@ class Sums:
                 self.heard[name] += len(getattr(one, name))
             held, sums = self.held[one.group], self.sums[one.group]
             held -= set(one.returned.tolist())
-            for block in (*one.given.tolist(), *one.loaded.tolist()):
+            for block in (*one.given.tolist(), *one.loaded.tolist(), *one.moved.tolist()):
                 held.add(block)
                 sums[block] = self.sum(one.group, block)
             held |= set(one.restored.tolist())

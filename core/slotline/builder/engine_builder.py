@@ -18,6 +18,7 @@ from slotline.builder.communicators import (
 )
 from slotline.builder.device_checks import check_operations
 from slotline.builder.extensions import build_extensions
+from slotline.builder.freed_tokens import cache_maker
 from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.graphs import build_graphs, num_spec_tokens
 from slotline.builder.layer_groups import LayerGroupBuilder
@@ -270,7 +271,7 @@ class EngineBuilder:
 
     def _engine(self, step: StepParts, pool: BlockPool, memory: MemoryReport, cascade: CommonPrefixes) -> Engine:
         planned, parts = self.planned, step.parts
-        cache = KVCacheManager(
+        cache = cache_maker(parts.groups, parts.rows)(
             pool,
             parts.groups,
             prefix_caching=planned.plan.prefix_caching,

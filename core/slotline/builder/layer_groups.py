@@ -11,10 +11,10 @@ import torch
 from attrs import define
 
 from slotline.builder.cache_memory import allocate_pages, bind_caches, no_cache
+from slotline.builder.freed_tokens import table_maker
 from slotline.builder.placement import batches_of
 from slotline.builder.plugin_construction import build_plugin
 from slotline.builder.served_attention import CheckedDispatcher
-from slotline.builder.watched_blocks import group_maker
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
@@ -78,7 +78,7 @@ class LayerGroupBuilder:
 
     def cache_groups(self, specs: list[KVSpec], rows: RequestTable) -> list[CacheGroup]:
         """Build the block tables of each cache group."""
-        make = group_maker(self.planned)
+        make = table_maker(self.planned, rows)
         return [
             make(
                 index,

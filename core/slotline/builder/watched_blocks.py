@@ -24,11 +24,12 @@ Int = npt.NDArray[np.int64]
 
 
 class Taken(Enum):
-    """How a block got its first holder."""
+    """How a block got its first holder, or other contents than a step wrote."""
 
     GIVEN = "given"
     RESTORED = "restored"
     LOADED = "loaded"
+    MOVED = "moved"
 
 
 @define(eq=False)
@@ -59,6 +60,12 @@ class BlockLog:
     def restore(self, block: int, block_hash: BlockHash) -> None:
         """Note a cached block that nobody held."""
         self._taken[block] = Taken.LOADED if block in self._unheard else Taken.RESTORED, block_hash
+
+    def move(self, blocks: Iterable[int]) -> None:
+        """Note blocks of a request whose contents were moved there from other blocks of it."""
+        for block in blocks:
+            self._taken[block] = Taken.MOVED, b""
+            self._unheard.discard(block)
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Note blocks that nobody holds any more."""
@@ -171,7 +178,7 @@ def in_kernel_blocks(events: BlockEvents, ratio: int) -> BlockEvents:
         return events
     parts = {
         name: (getattr(events, name)[:, None] * ratio + np.arange(ratio)).reshape(-1)
-        for name in ("returned", "given", "restored", "loaded")
+        for name in ("returned", "given", "restored", "loaded", "moved")
     }
     return evolve(events, **parts, hashes=tuple(one for one in events.hashes for _ in range(ratio)))
 

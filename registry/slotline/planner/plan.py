@@ -31,6 +31,7 @@ from slotline.planner.drafter import draft_layers, draft_length_setting
 from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
+from slotline.planner.freed_tokens import frees_tokens
 from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import asked_cache, load_measurements
@@ -482,6 +483,7 @@ def _negotiated(
         "repeated_steps": asynchronous.resolved == "true" and sampled and drafter is None and num_stages == 1,
         "structured_output": grammars.descriptor is not None,
     }
+    has["freed_tokens"] = frees_tokens(plan, facts, offers, extensions, has)
     features = refuse_extensions(registry, extensions, has)
     plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
     if weights is not None:

@@ -104,13 +104,13 @@ class InputPreparer:
         for shortcut in self._shortcuts:
             if (inputs := shortcut.next(schedule, shape, prefixes, variant)) is not None:
                 return inputs
-        inputs = self.assembler.assemble(self._batch(schedule, prefixes, variant), shape)
+        inputs = self.assembler.assemble(self.batch(schedule, prefixes, variant), shape)
         for shortcut in self._shortcuts:
             shortcut.keep(schedule, inputs, prefixes, variant)
         return inputs
 
-    def _batch(self, schedule: SchedulerOutput, prefixes: Sequence[int], variant: int) -> InputBatchCPU:
-        """Gather a step on the host."""
+    def batch(self, schedule: SchedulerOutput, prefixes: Sequence[int], variant: int) -> InputBatchCPU:
+        """Gather a step on the host, without shortcuts."""
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
         token_rows, positions, starts = self.expand(rows, counts, computed, schedule.num_tokens)
@@ -122,7 +122,7 @@ class InputPreparer:
             logits_rows, spec_positions = self._with_spec_tokens(logits_rows, num_verified)
             logits_indices = np.repeat(logits_indices - num_verified, num_verified + 1) + spec_positions
         slots = [
-            self._slots(g, k, token_rows, positions)
+            self.slots(g, k, token_rows, positions)
             if g.fixed_len is None
             else self._fixed_slots(g, k, rows[computed == 0], g.fixed_len)
             for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
@@ -172,7 +172,8 @@ class InputPreparer:
         ends = np.cumsum(counts)
         return np.repeat(rows, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
-    def _slots(self, group: CacheGroup, kernel_block_size: int, token_rows: Int, positions: Int) -> Int:
+    def slots(self, group: CacheGroup, kernel_block_size: int, token_rows: Int, positions: Int) -> Int:
+        """Return the slots [n] of tokens that are at `positions` [n] in a cache group."""
         blocks, offsets = np.divmod(positions, kernel_block_size)
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
@@ -181,4 +182,4 @@ class InputPreparer:
         """Return the slots of the fixed number of keys of `rows`, which begin in this step."""
         counts = fixed_len[rows]
         token_rows, places, _ = self.expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
-        return self._slots(group, kernel_block_size, token_rows, places)
+        return self.slots(group, kernel_block_size, token_rows, places)

@@ -79,6 +79,7 @@ from slotline.registry.contracts.extension import (
     StepExtension,
 )
 from slotline.registry.contracts.family_example import ExampleFamily, FamilyExample
+from slotline.registry.contracts.kv_compression import KVCompressor, KVCompressorContext
 from slotline.registry.contracts.kv_connector import (
     AsyncKVConnector,
     BlockCopy,
@@ -258,6 +259,8 @@ __all__ = [
     "Graph",
     "GraphCapture",
     "KVCache",
+    "KVCompressor",
+    "KVCompressorContext",
     "KVConnector",
     "KVConnectorCapabilities",
     "KVConnectorContext",

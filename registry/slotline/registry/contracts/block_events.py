@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import field, frozen
 
 if TYPE_CHECKING:
     from typing import Any
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     Blocks = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def _no_blocks() -> Blocks:
+    import numpy as np
+
+    return np.zeros(0, np.int64)
 
 
 @frozen(kw_only=True, eq=False)
@@ -43,6 +49,8 @@ class BlockEvents:
         loaded: [n] int64, blocks of a cached prefix whose contents come from elsewhere: a connector has copied them in,
             in stream order before this step. After an exception has escaped from a step all cached blocks count as
             loaded when a request gets them, since their events may not have been heard.
+        moved: [n] int64, blocks of a request whose tokens in the middle were freed. Contents that it keeps were moved
+            in, in stream order before this step, from blocks that it had. It may have held the block before.
         hashes: the hashes of the prefixes that `restored` and then `loaded` blocks end, one for each block. Equal
             hashes are of equal contents, also in another engine of the same model.
     """
@@ -52,4 +60,5 @@ class BlockEvents:
     given: Blocks
     restored: Blocks
     loaded: Blocks
+    moved: Blocks = field(factory=_no_blocks)
     hashes: tuple[bytes, ...] = ()

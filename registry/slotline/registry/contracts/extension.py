@@ -49,6 +49,7 @@ CARRIED: tuple[str, ...] = (
     "block_events",
     "context_shards",
     "drafts",
+    "freed_tokens",
     "guidance",
     "kv_scales",
     "kv_transfer",
@@ -172,6 +173,8 @@ class ExtensionCapabilities:
         block_events: whether it hears of blocks that change hands. It has the method `block_events` then.
         prefix_events: whether it reads which prefixes became findable and which were lost. The pool of `parts.memory`
             gives it a log then, by its method `listen`. It needs the caches.
+        frees_tokens: whether it frees tokens in the middle of requests, by `freed_tokens` of
+            `slotline.builder.freed_tokens`. It needs the caches then.
     """
 
     devices: Set[str] = Set(None)
@@ -184,6 +187,15 @@ class ExtensionCapabilities:
     needs_caches: bool = False
     block_events: bool = False
     prefix_events: bool = False
+    frees_tokens: bool = field(default=False)
+
+    @frees_tokens.validator
+    def _has_caches(self, _attribute: object, value: bool) -> None:
+        if value and not self.needs_caches:
+            raise ContractError(
+                "ExtensionCapabilities.frees_tokens without needs_caches: it moves what the caches hold",
+                fix="declare needs_caches=True too",
+            )
 
     @excludes.validator
     def _not_both(self, _attribute: object, value: tuple[str, ...]) -> None:
