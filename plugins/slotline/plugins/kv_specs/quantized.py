@@ -6,19 +6,13 @@ In layout HND a head's scales lie side by side, like its vectors.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.plugins.kv_specs.local_cache import SlidingSpec
-from slotline.plugins.kv_specs.paged import PagedSpec
-from slotline.registry.cache_pages import bind_tensors, block_bytes
-from slotline.registry.contracts.attention import AttentionLayer, LayerCache
+from slotline.plugins.kv_specs.named_tensors import NamedTensorsSpec
+from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, CacheTensor
 from slotline.registry.contracts.kv_spec import KVSpecContext
 from slotline.registry.errors import PluginError
-
-if TYPE_CHECKING:
-    import torch
 
 SCALE = "float32"
 """Dtype of the scales."""
@@ -35,8 +29,8 @@ def scaled_tensors(layer: AttentionLayer, element: str) -> tuple[CacheTensor, ..
     )
 
 
-class ScaledSpec(PagedSpec):
-    """Lays out codes and scales in kernel blocks. Implements `TensorSpec`, but for the rules of a kind of layers.
+class ScaledSpec(NamedTensorsSpec):
+    """Lays out codes and scales in kernel blocks.
 
     Raises PluginError for a format that it does not know, and for layers with latents.
     """
@@ -47,16 +41,6 @@ class ScaledSpec(PagedSpec):
 
     def tensors(self, layer: AttentionLayer) -> tuple[CacheTensor, ...]:
         return scaled_tensors(layer, self._element)
-
-    def page_bytes(self, layer: AttentionLayer) -> int:
-        return self._kernel_blocks(1) * block_bytes(self.tensors(layer), self._context.kernel_block_size)
-
-    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> LayerCache:
-        size, layout = self._context.kernel_block_size, self._context.layout
-        return bind_tensors(raw, self.tensors(layer), self._kernel_blocks(num_blocks), size, layout)
-
-    def _kernel_blocks(self, num_blocks: int) -> int:
-        return num_blocks * (self._context.block_size // self._context.kernel_block_size)
 
 
 class FullQuantized(ScaledSpec, FullSpec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.conformance.attention import (
+    approximate,
     bounds,
     cascade,
     contract,
@@ -25,6 +26,7 @@ from slotline.conformance.attention import (
 )
 
 __all__ = [
+    "approximate",
     "bounds",
     "cascade",
     "contract",

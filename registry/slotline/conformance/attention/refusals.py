@@ -11,10 +11,12 @@ from attrs import evolve
 
 from slotline.registry.capability import GraphSupport, Limit
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.descriptor import DeviceInfo, Kind
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, Need, PlanRequest, group_layers, negotiate
 from slotline.registry.negotiation.codes import code_of
+from slotline.registry.negotiation.request import AUTO
 from slotline.testing.check import Case, Failed, Family, Level, NotApplicable, Run, check
 from slotline.testing.environments.attention_choice import choose, refusal
 from slotline.testing.refusal_checks import (
@@ -86,7 +88,14 @@ def base(subject: Subject) -> PlanRequest:
         block_size=_asked(case.block_size),
         layout=_asked(case.layout),
         graphs=_asked("none"),
+        backend=_asked(subject.name) if _is_named(subject) else Asked(AUTO),
     )
+
+
+def _is_named(subject: Subject) -> bool:
+    """Return True for a backend that is chosen only by its name: one that approximates, or with caches of its own."""
+    offer = subject.capabilities
+    return bool(offer.exact.refusal(True) or offer.cache_formats.refusal(PLAIN))
 
 
 def _asked(value: Any) -> Asked[Any]:
@@ -183,6 +192,15 @@ def old_device(run: Run) -> None:
     device = evolve(GPU, compute_capability=(1, 0))
     request = evolve(base(run.subject), device=device)
     expect_refused(run.subject, request, code_of("min_compute_capability"), "compute capability 1.0")
+
+
+@check(Kind.ATTENTION, "attention.refuse.approximate", Level.CONTRACT, family=Family.REFUSED, cost=0.01)
+def approximate(run: Run) -> None:
+    """A backend that approximates is refused with N184 until it is named or allowed."""
+    if run.subject.capabilities.exact.support:
+        raise NotApplicable("the backend is exact")
+    unnamed = evolve(base(run.subject), backend=Asked(AUTO))
+    expect_refused(run.subject, unnamed, code_of("exact"), "an approximation that nobody asks for")
 
 
 @check(

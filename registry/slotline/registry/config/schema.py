@@ -57,6 +57,13 @@ class AttentionConfig:
             "faster, true to require support of all backends"
         ),
     )
+    approximate: bool = field(
+        default=False,
+        metadata=_doc(
+            "let 'auto' choose backends that approximate, for instance by leaving keys out; one that "
+            "`attention.backend` names needs no permission"
+        ),
+    )
 
 
 @frozen(kw_only=True)

@@ -19,6 +19,7 @@ from slotline.registry.contracts.block_events import BlockEvents
 from slotline.registry.contracts.cache_tensors import (
     FORMAT_DTYPES,
     INT8_TOKEN_HEAD,
+    KEY_BOUNDS,
     PLAIN,
     CacheTensor,
     CacheTensors,
@@ -194,6 +195,7 @@ __all__ = [
     "ELEMENTS",
     "FORMAT_DTYPES",
     "INT8_TOKEN_HEAD",
+    "KEY_BOUNDS",
     "PLAIN",
     "POOLING_TASKS",
     "TOKEN_TASKS",

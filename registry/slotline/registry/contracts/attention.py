@@ -172,6 +172,9 @@ class AttentionCapabilities:
             score. None for no limit, as when masked scores are minus infinity.
         batch_invariant: if the context asks for it, a token's output is bitwise independent of the rest of the batch
             and of how its request is divided into steps.
+        exact: False for a backend that approximates, for instance by leaving keys out. It is refused (N184) unless
+            the configuration names it or sets `attention.approximate`. It attends to all keys if the context's `exact`
+            is True.
         limits: offers that shrink when another feature is needed.
         priority: `auto` prefers the higher number on this device. Give the reason in `priority_reason`.
     """
@@ -213,6 +216,7 @@ class AttentionCapabilities:
     bounded_lengths: bool = False
     lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)
+    exact: Flag = Flag(True)
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
     priority: int = 0
@@ -323,6 +327,8 @@ class AttentionContext:
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
         kv_scales: by layer index, the scales of an eight-bit cache. A layer without an entry has scales of 1.
         batch_invariant: True if the plan relies on the capability of that name.
+        exact: True if a backend that approximates must attend to all keys. The conformance suite asks for it where it
+            compares with full attention.
         options: the plugin's own table, an instance of its options class, or None.
     """
 
@@ -341,6 +347,7 @@ class AttentionContext:
     kv_scales: Mapping[int, KVScales] = field(factory=dict)
     batch_invariant: bool = False
     cache_format: str = PLAIN
+    exact: bool = False
     options: Any = None
 
 

@@ -10,6 +10,11 @@ the cache's dtype. Any other name may be chosen by a plugin. These are defined h
   ``round(x / scale)``, to nearest even. It is read as ``code * scale``. Codes lie from -127 to 127. The codes of a
   vector of zeros are 0 and its scale is a finite number. A step's new keys and values are read as they are stored. This
   is the scheme of vLLM's ``int8_per_token_head``.
+* ``key_bounds``: tensors ``key`` and ``value`` as in ``plain``, and ``key_bounds`` [2, Hkv, D] of the keys' dtype, one
+  for each kernel block: the smallest number of its keys in each element, then the largest. A `write` that stores keys
+  in a block sets its bounds to those of the block's slots up to the last one that it writes. Keys that an earlier step
+  stored behind that slot (rejected drafts, or an earlier owner's) do not count. These are the summaries of Quest
+  (arXiv 2406.10774, section 3.2).
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ PLAIN = "plain"
 """The format of a `KVCache`."""
 
 INT8_TOKEN_HEAD = "int8_token_head"
+
+KEY_BOUNDS = "key_bounds"
 
 FORMAT_DTYPES: Mapping[str, str] = MappingProxyType({INT8_TOKEN_HEAD: "int8"})
 """Formats whose elements have a dtype of their own, with its name. It is the cache's dtype in a plan."""

@@ -160,6 +160,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         if solution.pair[1] in EIGHT_BIT and group.has_cache and not request.cache_format
         else "",
         cache_format=cache_format_of(search.problem, group.kv_kind)[0] if group.has_cache else PLAIN,
+        approximate="" if offered.exact.support else offered.exact.note or "the backend approximates",
         fast_prefill=group.fast_prefill,
         last_queries=group.last_queries
         and offered.several_plans

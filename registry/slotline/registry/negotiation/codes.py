@@ -310,6 +310,13 @@ _ALL = (
         "name.",
         "Choose a backend that declares it among its `layer_inputs`.",
     ),
+    _code(
+        "N184",
+        _R,
+        "exact attention",
+        "The backend approximates, for instance by leaving keys out, and nobody has named or allowed it.",
+        "Name it in `attention.backend`, or set `attention.approximate = true`.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -652,6 +659,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "alibi": "N181",
         "keys_ahead": "N182",
         "layer_inputs": "N183",
+        "exact": "N184",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",

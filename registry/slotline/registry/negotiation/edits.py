@@ -82,6 +82,7 @@ def _value_edits(request: PlanRequest, key: str, solution: Solution) -> Iterator
         "batch_invariant": ("batch_invariant", False),
         "drafter.tree": ("tree_mask", False),
         "attention.cascade": ("cascade", False),
+        "attention.approximate": ("approximate", True),
         "cache.prefix_caching": ("prefix_caching", False),
     }[key]
     yield value_edit(request, key, field, value)

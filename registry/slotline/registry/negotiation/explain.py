@@ -166,6 +166,8 @@ def _group(group: GroupPlan, width: int) -> list[str]:
         lines += row("prefill", text, width, indent=2)
     if group.cache_format != PLAIN:
         lines += row("format", f"{group.cache_format}, which spec and backend share", width, indent=2)
+    if group.approximate:
+        lines += row("approximate", group.approximate, width, indent=2)
     if group.kv_scales:
         lines += row("scales", _SCALES[group.kv_scales], width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")

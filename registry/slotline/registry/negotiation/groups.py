@@ -124,6 +124,7 @@ class GroupPlan:
         cascade_refusal: the reason why a backend with cascade does not use it for these layers.
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``. Empty for other caches.
         cache_format: format of the layers' caches.
+        approximate: how the backend approximates, "" for exact attention.
         fast_prefill: True if the layers, which all read other layers' caches, run only for the tokens whose logits are
             wanted, in steps without a graph.
         last_queries: True if the model may skip the queries of the other tokens in the last layer, in steps without a
@@ -153,6 +154,7 @@ class GroupPlan:
     cascade_refusal: str = ""
     kv_scales: str = ""
     cache_format: str = PLAIN
+    approximate: str = ""
     fast_prefill: bool = False
     last_queries: bool = False
     reason: str = ""
@@ -184,6 +186,7 @@ class GroupPlan:
             "cascade": self.cascade,
             "kv_scales": self.kv_scales,
             **({"cache_format": self.cache_format} if self.cache_format != PLAIN else {}),
+            **({"approximate": self.approximate} if self.approximate else {}),
             **({"fast_prefill": True} if self.fast_prefill else {}),
             **({"last_queries": True} if self.last_queries else {}),
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from slotline.registry.capability import Set
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 from slotline.registry.hooks import Ranking
 from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, GroupRequest, PlanRequest
@@ -84,6 +85,8 @@ def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[Grou
     """
     needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group, pair))
     needs = (*needs, *_format_needs(problem, group))
+    exact, origin = not problem.request.approximate.value, problem.request.approximate.origin
+    needs = (*needs, GroupNeed(key="attention.approximate", capability="exact", value=exact, origin=origin))
     insisted = tuple(need for need in needs if need.active() and problem.insists(need.key))
     return (_pair_need(problem.request, pair), *insisted)
 
@@ -168,7 +171,8 @@ def cache_format_of(problem: Problem, kind: str) -> tuple[str, str]:
     """Return the format of the caches of layers of one kind, and its origin.
 
     It is the one that `cache.dtype` stands for. Without one it is ``plain`` if a spec that may hold the layers offers
-    that, or else the first format that such a spec offers.
+    that, or else the first format that such a spec offers. If the configuration names backends of which none reads
+    ``plain``, it is the first format that one of them and such a spec have in common.
     """
     request = problem.request
     if request.cache_format and problem.insists("cache.dtype"):
@@ -182,11 +186,33 @@ def cache_format_of(problem: Problem, kind: str) -> tuple[str, str]:
         and item.capabilities.kv_kinds.refusal(kind) is None
         and (asked is None or asked.value == item.name or not problem.insists(f"cache.kv_spec.{kind}"))
     ]
+    if shared := _format_of_backends(problem, kind, [offer for _, offer in offers]):
+        return shared, request.backend_for(kind).origin
     if offers and all(offer.refusal(PLAIN) is not None for _, offer in offers):
         own = [(min(values), name) for name, offer in offers if (values := offer.values - FORMAT_DTYPES.keys())]
         if own:
             return min(own)[0], f"kv_spec {min(own)[1]}" if asked is None else asked.origin
     return PLAIN, "default cache.dtype"
+
+
+def _format_of_backends(problem: Problem, kind: str, specs: Sequence[Set[str]]) -> str | None:
+    """Return the format of the backends that are named for a kind of layers, if they do not read ``plain``."""
+    names = problem.request.backend_for(kind).value
+    if not names or not problem.insists(backend_key(problem.request, kind)):
+        return None
+    named = [each.capabilities.cache_formats for each in problem.attention if each.name in names and each.capabilities]
+    if AUTO in names or not named or any(offer.refusal(PLAIN) is None for offer in named):
+        return None
+    return min(
+        (
+            value
+            for offer in named
+            for value in offer.values or ()
+            for spec in specs
+            if spec.refusal(value) is None and value not in FORMAT_DTYPES
+        ),
+        default=None,
+    )
 
 
 def sees_all(group: GroupRequest) -> bool:
@@ -268,6 +294,7 @@ def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
         "batch_invariant": (request.batch_invariant, request.batch_invariant.value),
         "drafter.tree": (request.tree_mask, request.tree_mask.value),
         "attention.cascade": (request.cascade, request.cascade.value is True),
+        "attention.approximate": (request.approximate, _some_approximate(problem) and not request.approximate.value),
         "cache.calculate_kv_scales": (request.kv_scales, request.kv_scales.value == "calculate"),
         "cache.prefix_caching": (
             request.prefix_caching,
@@ -279,6 +306,11 @@ def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
     for need in request.needs:
         found[f"need.{need.capability}"] = Asked(need.value, need.origin, True)
     return found
+
+
+def _some_approximate(problem: Problem) -> bool:
+    offers = (each.capabilities for each in problem.attention if each.capabilities is not None)
+    return any(offer.exact.refusal(True) is not None for offer in offers)
 
 
 def inherent_keys(problem: Problem) -> dict[str, Asked[Any]]:

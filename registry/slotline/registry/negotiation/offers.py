@@ -88,6 +88,8 @@ def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: 
     if unusable:
         return Offer(candidate=candidate, reasons=(*unusable, *choice), rank=rank)
     needs = group_needs(problem, group, pair)
+    if candidate.name in problem.request.backend_for(group.kv_kind).value:
+        needs = tuple(need for need in needs if need.capability != "exact")  # a named one may approximate
     active = conditions(needs, problem.request.query_len.value, pair)
     aligns = _effective(candidate, "kernel_block_sizes", active)
     layouts = _layouts(candidate, active)

@@ -95,6 +95,7 @@ def prepare_request(
         tree_mask=Asked(tree, drafter, tree),
         batch_invariant=source.asked("batch_invariant", config.batch_invariant),
         cascade=source.asked("attention.cascade", config.attention.cascade),
+        approximate=source.asked("attention.approximate", config.attention.approximate),
         prefix_caching=source.asked("cache.prefix_caching", config.cache.prefix_caching),
         needs=tuple(needs),
         strict=config.strict,

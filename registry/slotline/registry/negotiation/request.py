@@ -205,6 +205,7 @@ class PlanRequest:
         max_query_len: most query tokens of one request in a mixed batch.
         batch_invariant, tree_mask: features that backends must have.
         cascade: use of cascade for common prefixes: True requires it of backends, ``auto`` uses it if they support it.
+        approximate: True if backends that approximate may be chosen though nobody names them.
         prefix_caching: True to share blocks between requests.
         needs: more needs, from plugins.
         strict: True to make each downgrade an error. `allow` lists the allowed codes.
@@ -235,6 +236,7 @@ class PlanRequest:
     batch_invariant: Asked[bool] = Asked(False)
     tree_mask: Asked[bool] = Asked(False)
     cascade: Asked[bool | str] = Asked(False)
+    approximate: Asked[bool] = Asked(False)
     prefix_caching: Asked[bool] = Asked(True)
     needs: tuple[Need, ...] = ()
     strict: bool = False

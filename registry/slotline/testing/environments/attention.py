@@ -23,6 +23,7 @@ import torch
 from attrs import evolve
 
 from slotline.registry.contracts.attention import AttentionBatch, KVCache, TreeMask
+from slotline.registry.contracts.cache_tensors import KEY_BOUNDS, CacheTensors
 from slotline.testing.check import Failed, Run
 from slotline.testing.environments.attention_case import FIRST_BLOCK, NULL_BLOCK, PLACES, POISON_BLOCK, Case
 from slotline.testing.oracles import attention as oracle
@@ -141,7 +142,16 @@ class World:
         views = [view if case.layout == "NHD" else view.transpose(1, 2) for view in views]
         cache = KVCache(views[0], views[0][..., : self.layer.head_size_v] if case.mla else views[1])
         self._poison(buffers, cache, sum(parts))
-        return buffers, cache
+        return self._with_bounds(buffers, cache) if case.cache_format == KEY_BOUNDS else (buffers, cache)
+
+    def _with_bounds(self, buffers: list[torch.Tensor], plain: KVCache) -> tuple[list[torch.Tensor], CacheTensors]:
+        """Add the bounds of each block's keys to a plain cache. They are garbage until keys are put into a block."""
+        case, gap = self.case, 64 if self.case.strided else 0
+        shape = (2, case.num_kv_heads, case.head_size)
+        buffer = torch.full((self.num_blocks, 2 * plain.key[0, 0].numel() + gap), self._garbage("unused blocks"))
+        buffer = buffer.to(case.cache_dtype).to(self.device)
+        bounds = buffer[:, : buffer.shape[1] - gap].unflatten(1, shape)
+        return [*buffers, buffer], CacheTensors({"key": plain.key, "value": plain.value, KEY_BOUNDS: bounds})
 
     def _poison(self, buffers: list[torch.Tensor], cache: KVCache, end: int) -> None:
         rows = {"null block": [NULL_BLOCK], "poison block": [POISON_BLOCK]}
@@ -177,8 +187,26 @@ class World:
         kept = torch.as_tensor(list(positions), dtype=torch.int64)[slots >= 0]
         slots = slots[slots >= 0].to(self.device)
         place = (slots // self.case.block_size, slots % self.case.block_size)
-        for view, dense in zip(self.cache, (self.keys, self.values), strict=True):
+        for view, dense in zip(self.views, (self.keys, self.values), strict=True):
             raw(view)[place] = raw(dense[request][kept]).to(self.device)
+        if self.case.cache_format == KEY_BOUNDS:
+            self._bound(*place)
+
+    def _bound(self, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Set the bounds of blocks to those of their keys up to the last of some slots in each."""
+        for block in blocks.unique().tolist():
+            keys = self.cache.key[block, : int(offsets[blocks == block].max()) + 1]
+            self.cache[KEY_BOUNDS][block] = torch.stack([keys.amin(0), keys.amax(0)])
+
+    @property
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in the cache."""
+        return self.cache.key, self.cache.value
+
+    @property
+    def block_tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the cache, each with an entry for each kernel block."""
+        return (*self.views, self.cache[KEY_BOUNDS]) if self.case.cache_format == KEY_BOUNDS else self.views
 
     def new_keys(self, request: int) -> range:
         """Return the positions of the keys that the step stores.

@@ -50,6 +50,7 @@ class Case:
         first_block: lowest block id of requests.
         spare_blocks: blocks of the manager without a request.
         max_query_len: bound given to the backend. None for slightly more than the batch needs.
+        exact: False to let a backend approximate that does so.
         seed: seed of all values.
     """
 
@@ -89,6 +90,7 @@ class Case:
     first_block: int = FIRST_BLOCK
     spare_blocks: int = 2
     max_query_len: int | None = None
+    exact: bool = True
     batch_invariant: bool = False
     seed: int = 0
 
@@ -224,4 +226,5 @@ class Case:
             kv_scales={index: self.scale_tensors(device) for index in scales},
             batch_invariant=self.batch_invariant,
             cache_format=self.cache_format,
+            exact=self.exact,
         )

@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, fields
 
 from slotline.registry.capability import Range
-from slotline.registry.contracts.cache_tensors import PLAIN
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, KEY_BOUNDS, PLAIN
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
 from slotline.testing.environments.attention_formats import CodedWorld
@@ -28,6 +28,8 @@ GROUPS = (3, 2, 4, 1, 5, 6, 7, 8)
 LATENTS = {40: 32, 72: 64, 576: 512, 36: 24, 24: 16}
 """Sizes of an MLA key, and of the latent in it: small ones, DeepSeek's, and some whose parts are no power of two."""
 BLOCK_SIZES = (16, 8, 48, 1)
+WORLDS: Mapping[str, type[World]] = {PLAIN: World, INT8_TOKEN_HEAD: CodedWorld, KEY_BOUNDS: World}
+"""Formats that the suite can lay out."""
 
 
 def dtype_pairs(subject: Subject) -> tuple[tuple[str, str], ...]:
@@ -184,6 +186,8 @@ def choose(
             group = _first(subject, wanted, conditions, "group_sizes", group_sizes(subject))
         wanted["num_heads"] = group * kv_heads
     wanted.setdefault("layout", subject.capabilities.layouts.options[0])
+    if "cache_format" not in wanted:
+        wanted["cache_format"] = _usual_format(subject)
     shape = requests(wanted["block_size"]) if callable(requests) else requests
     limit = longest_query(subject, wanted, conditions)
     encoder = wanted.get("attention_type", "decoder") == "encoder_only"
@@ -202,6 +206,12 @@ def chosen(run: Run, requests: Requests | Callable[[int], Requests], **fixed: An
         if name in named:
             named[name] = getattr(torch, named[name])
     return choose(run.subject, requests, **{**named, **fixed})
+
+
+def _usual_format(subject: Subject) -> str:
+    """Return ``plain``, or the format with bounds for a backend that reads only that."""
+    offer = subject.capabilities.cache_formats
+    return KEY_BOUNDS if offer.refusal(PLAIN) and not offer.refusal(KEY_BOUNDS) else PLAIN
 
 
 def _first(
@@ -265,8 +275,7 @@ def device_of(subject: Subject) -> str:
 def world(run: Run, case: Case) -> World:
     """Return a world for a case, seeded by the run."""
     with threads(1):
-        kind = World if case.cache_format == PLAIN else CodedWorld
-        return kind(evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
+        return WORLDS[case.cache_format](evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
 
 
 def writes_cache(run: Run) -> bool:

@@ -152,7 +152,7 @@ class Pool:
 
     def _copy(self, block: int) -> int:
         copy = self._take()
-        for view in self.home.cache:
+        for view in self.home.block_tensors:
             raw(view)[copy] = raw(view)[block]
         self._release(block)
         return copy
@@ -161,7 +161,7 @@ class Pool:
         self.references[block] -= 1
         if not self.references[block]:
             self.free.append(block)
-            for view in self.home.cache:
+            for view in self.home.block_tensors:
                 fill(view, torch.tensor([block], device=view.device), float("nan"))
 
     def _blocks_for(self, length: int) -> int:

@@ -40,6 +40,35 @@ def plant(world: World, request: int, position: int, note: str = "") -> None:
     world.store(request)
 
 
+def hide(world: World, request: int, position: int, how: str) -> None:
+    """Make a planted needle harder to find for a backend that judges blocks of keys by summaries.
+
+    Args:
+        world: the world, changed in place.
+        request, position: of the needle.
+        how: ``negative`` aligns it only where the query is negative. ``opposed`` puts its opposite next to it.
+            ``one_head`` leaves it to one KV head: the values of the others are all 1, their queries and keys random.
+    """
+    case = world.case
+    group, keys = case.num_heads // case.num_kv_heads, world.keys[request]
+    if how == "negative":
+        direction = world.queries[request][-1, ::group].float()  # [Hkv, D]
+        part = direction.clamp_max(0)
+        score = NEEDLE_SCORE / (world.layer.scale * part.square().sum(1, keepdim=True))
+        keys[position] = (part * score).to(case.dtype).to(case.cache_dtype)
+    elif how == "opposed":
+        beside = position - 1 if position % case.block_size else position + 1
+        if beside < len(keys) and beside // case.block_size == position // case.block_size:
+            keys[beside] = -keys[position]
+    else:
+        for head in set(range(case.num_kv_heads)) - {request % case.num_kv_heads}:
+            own = world.queries[request][:, head * group : (head + 1) * group]
+            own[:] = world.random(*own.shape)
+            keys[position, head] = world.random(case.head_size).to(case.cache_dtype)
+            world.values[request][:, head] = 1.0
+    world.store(request)
+
+
 def repel(world: World, score: float) -> None:
     """Turn all keys away from all queries, so that every score that a query sees is about `score`, below zero."""
     direction = _directions(world, 1)
@@ -81,7 +110,7 @@ def share_prefix(world: World, length: int, *, announced: bool = False) -> None:
         if request == 0 or total - query_len < length:
             continue
         unused = torch.tensor(world.owned[request][:count], device=world.device)
-        for view in world.cache:
+        for view in world.views:
             fill(view, unused, float("nan"))
         for dense in (world.keys, world.values):
             dense[request][:length] = dense[0][:length]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slotline.testing.mutants.attention import (
     alibi,
     arithmetic,
+    bounded,
     cascade,
     contract,
     correct,
@@ -30,8 +31,9 @@ MUTANTS = (
     *latents.MUTANTS,
     *alibi.MUTANTS,
     *formats.MUTANTS,
+    *bounded.MUTANTS,
     *sizes.MUTANTS,
 )
-CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT)
+CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT, *bounded.CORRECT)
 
 __all__ = ["CORRECT", "MUTANTS"]
