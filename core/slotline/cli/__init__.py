@@ -22,6 +22,7 @@ _COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "route",
     "batch",
     "explain",
     "plugins",

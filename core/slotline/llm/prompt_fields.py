@@ -16,7 +16,7 @@ from slotline.text.tokenizer import Tokenizer
 
 PROMPT_KEYS = {
     *("prompt", "prompt_token_ids", "prompt_embeds", ENCODER, DECODER, "multi_modal_data", "token_type_ids"),
-    *("priority", "cache_salt", "request_id", "scheduling"),
+    *("priority", "cache_salt", "request_id", "scheduling", "kv_transfer_params"),
 }
 
 
@@ -53,7 +53,7 @@ def prompt_fields(
         raise RequestError(
             f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
             fix="give 'prompt', 'prompt_token_ids' or 'prompt_embeds', and optionally 'multi_modal_data', 'priority', "
-            "'cache_salt', 'request_id', 'scheduling', 'token_type_ids'",
+            "'cache_salt', 'request_id', 'scheduling', 'kv_transfer_params', 'token_type_ids'",
         )
     fields |= _scheduling(fields.pop("scheduling", None))
     if "prompt_embeds" in fields:

@@ -122,6 +122,7 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[Choice]
     usage: Usage
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -143,6 +144,7 @@ class Asked:
         name: of the model, in the answer.
         answers: how the texts of the outputs are read.
         top: how many of the most likely tokens are shown in each place. None for no log-probabilities.
+        transfer: what another engine needs to continue.
     """
 
     state: ServerState
@@ -154,6 +156,7 @@ class Asked:
     params: SamplingParams
     answers: Answers
     top: int | None
+    transfer: dict[str, Any] | UnsetType
 
     def outputs(self, kind: Any) -> AsyncGenerator[RequestOutput]:
         """Return the outputs of the prompt."""
@@ -219,6 +222,7 @@ async def _understood(state: ServerState, fields: ChatFields, params: SamplingPa
         params=params,
         answers=answers,
         top=(fields.top_logprobs or 0) if fields.logprobs else None,
+        transfer=state.transfer_answer(fields.kv_transfer_params),
     )
 
 
@@ -247,7 +251,14 @@ async def _whole(asked: Asked) -> ChatCompletion:
         choices.append(Choice(one.index, _message(turn), asked.logprobs(one), reason, one.stop_reason))
     counter = Counter()
     counter.add(0, output)
-    return ChatCompletion(id=asked.id, created=asked.created, model=asked.name, choices=choices, usage=counter.usage())
+    return ChatCompletion(
+        id=asked.id,
+        created=asked.created,
+        model=asked.name,
+        choices=choices,
+        usage=counter.usage(),
+        kv_transfer_params=asked.transfer,
+    )
 
 
 def _message(turn: Turn) -> Message:

@@ -57,6 +57,7 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 @frozen(kw_only=True)
@@ -68,6 +69,7 @@ class Asked:
         prompts: for `AsyncLLM.generate`.
         params: with at least one token, also if only the prompt is wanted.
         empty: whether no token is wanted.
+        transfer: what another engine needs to continue.
     """
 
     state: ServerState
@@ -79,6 +81,7 @@ class Asked:
     params: SamplingParams
     echo: bool
     empty: bool
+    transfer: dict[str, Any] | UnsetType
 
     def outputs(self, kind: Any) -> list[AsyncGenerator[RequestOutput]]:
         """Return the streams of the prompts."""
@@ -176,6 +179,7 @@ def _understood(state: ServerState, fields: CompletionFields, embedded: list[dic
         params=params,
         echo=echo,
         empty=empty,
+        transfer=state.transfer_answer(fields.kv_transfer_params),
     )
 
 
@@ -191,7 +195,14 @@ async def _whole(asked: Asked) -> Completion:
     for prompt, output in enumerate(found):
         choices += [asked.choice(prompt, output, one, first=True, before=0) for one in output.outputs]
         counter.add(prompt, output, empty=asked.empty)
-    return Completion(id=asked.id, created=asked.created, model=asked.name, choices=choices, usage=counter.usage())
+    return Completion(
+        id=asked.id,
+        created=asked.created,
+        model=asked.name,
+        choices=choices,
+        usage=counter.usage(),
+        kv_transfer_params=asked.transfer,
+    )
 
 
 async def _events(asked: Asked, fields: CompletionFields) -> AsyncGenerator[bytes]:

@@ -102,6 +102,7 @@ class SamplingFields(Fields):
 
     priority: int | None = None
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     request_id: str | None = None
 
     response_format: ResponseFormat | None = None
@@ -172,7 +173,9 @@ def as_long_as_possible(params: SamplingParams) -> SamplingParams:
 
 def prompt_options(fields: SamplingFields | MessagesFields) -> dict[str, Any]:
     """Return what else a prompt for `AsyncLLM.generate` may hold."""
-    return {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
+    options = {"priority": fields.priority or 0, "cache_salt": fields.cache_salt or ""}
+    transfer = fields.kv_transfer_params if isinstance(fields, SamplingFields) else None
+    return {**options, "kv_transfer_params": transfer} if transfer else options
 
 
 def as_prompts(name: str, given: Prompts) -> list[dict[str, Any]]:

@@ -35,12 +35,8 @@ _COLLECT_AFTER = 10_000
 """Objects from which on the youngest are collected. Requests leave few cycles."""
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Uvicorn's server, which stops taking requests at the first signal and ends at once at the second."""
-
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
-        super().__init__(config)
-        self._state = state
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -58,8 +54,21 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain, or end at once if that has begun."""
         self.force_exit = self.should_exit
-        self.should_exit = self._state.draining = True
+        self.should_exit = True
         tell_systemd("STOPPING=1")
+
+
+class Server(DrainingServer):
+    """The server of an engine, which refuses new requests while it drains."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `DrainingServer`."""
+        self._state.draining = True
+        super().handle_exit(sig, frame)
 
 
 def serve(loaded: LoadedConfig, say: Callable[[str], None]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from math import inf
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from attrs import define, field
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from slotline.core.api.outputs import RequestOutput
@@ -123,6 +124,12 @@ class ServerState:
             )
         current_record().model = name
         return name, None if name in self.names else name
+
+    def transfer_answer(self, params: Mapping[str, Any] | None) -> dict[str, Any] | UnsetType:
+        """Return what another engine needs to continue a request with these parameters, if this one keeps blocks."""
+        transfer = self.llm.front.extension("kv_transfer") if params else None
+        found = None if transfer is None else transfer.answer(params)
+        return UNSET if found is None else dict(found)
 
     async def generate(
         self, prompt: dict[str, Any], params: SamplingParams, adapter: AdapterChoice, kind: OutputKind

@@ -83,7 +83,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
         ),
         Kind.KV_CONNECTOR: BuiltContract(
             protocol=contracts.KVConnector,
-            further=((contracts.AsyncKVConnector, _declared("asynchronous")),),
+            further=(
+                (contracts.AsyncKVConnector, _declared("asynchronous")),
+                (contracts.RequestKVConnector, _declared("by_request")),
+            ),
         ),
         Kind.DRAFTER: BuiltContract(
             protocol=contracts.Drafter,

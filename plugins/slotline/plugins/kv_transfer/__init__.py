@@ -8,7 +8,7 @@ from slotline.registry.descriptor import Descriptor, Kind
 descriptor = Descriptor(
     kind=Kind.EXTENSION,
     name="kv_transfer",
-    capabilities=ExtensionCapabilities(order=70, needs_caches=True),
+    capabilities=ExtensionCapabilities(order=70, needs_caches=True, inputs=("kv_transfer_params",)),
     factory="slotline.plugins.kv_transfer.arrivals:build_extension",
     summary="saves full or evicted blocks to a KV connector and loads those of prefixes from it",
 )

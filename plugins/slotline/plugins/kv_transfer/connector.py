@@ -67,6 +67,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         planned.registry.full_name(descriptor),
         elsewhere=frozenset(number for number, group in enumerate(groups) if not group.layers),
         agreement=Agreement(parts.gather, planned.place.layout.replica_size),
+        by_request=bool(descriptor.capabilities.by_request.support),
     )
 
 

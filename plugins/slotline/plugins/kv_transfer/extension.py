@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from slotline.core.batch.step_output import StepOutput
 from slotline.plugins.kv_transfer.connector import build_transfers
 from slotline.ranks.replicas.reports import BlockCounts
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
+
+PARAMS = "kv_transfer_params"
+"""Argument of `Engine.add` by which a request says where its blocks are."""
 
 
 class KVTransfer:
@@ -44,9 +48,22 @@ class KVTransfer:
         """Return the numbers of blocks so far."""
         return self.transfers.agreement.counts
 
+    def validate(self, request: Request) -> None:
+        """Check what a request says of its blocks.
+
+        Raises:
+            RequestError: if it is no mapping, or the connector does not read it.
+        """
+        if (params := request.inputs.get(PARAMS)) is not None:
+            self.transfers.check(params)
+
+    def answer(self, params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what another engine needs to continue a request with these parameters. Any thread may call it."""
+        return self.transfers.answer(params)
+
     def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
         """Return those of `hashes` whose block can be loaded for a request."""
-        return () if request.row in self._without else self.transfers.held(group, hashes)
+        return () if request.row in self._without else self.transfers.held(group, hashes, request.inputs.get(PARAMS))
 
     def fill_block(self, block: CacheBlock) -> None:
         """Load a block before the next forward pass."""

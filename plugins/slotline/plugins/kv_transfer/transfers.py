@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from attrs import define, field
 
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.plugins.kv_transfer.agreement import Agreement
-from slotline.registry.contracts import AsyncKVConnector, BlockHash, CacheBlock, KVConnector
+from slotline.registry.contracts import AsyncKVConnector, BlockHash, CacheBlock, KVConnector, RequestKVConnector
+from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 logger = logging.getLogger("slotline")
 
@@ -31,6 +34,7 @@ class Transfers:
         name: the plugin's name and package, for the log.
         elsewhere: groups whose layers other ranks have. The connector does not see their blocks.
         agreement: with the other ranks.
+        by_request: whether the connector finds blocks by what a request says of them.
     """
 
     connector: KVConnector
@@ -38,16 +42,44 @@ class Transfers:
     name: str = "the KV connector"
     elsewhere: frozenset[int] = frozenset()
     agreement: Agreement = field(factory=Agreement)
+    by_request: bool = False
     _saves: list[CacheBlock] = field(factory=list, init=False)
     _loads: list[CacheBlock] = field(factory=list, init=False)
     _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: requested, and not known to be loaded
     _failed: set[int] = field(factory=set, init=False)
 
-    def held(self, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-        """Return the hashes whose block could be loaded."""
+    def check(self, params: Any) -> None:
+        """Check what a request says of its blocks.
+
+        Raises:
+            RequestError: if it is no mapping, or the connector does not read it.
+        """
+        if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+            raise RequestError(
+                f"kv_transfer_params={safe_repr(params)} are no parameters by name",
+                fix="give those of the answer of the engine that has computed the prompt",
+            )
+        if not self.by_request:
+            raise RequestError(
+                f"kv_transfer_params: {self.name} does not read them",
+                fix="leave them out, or set kv_connector.name to one that declares by_request, such as 'handoff'",
+            )
+
+    def answer(self, params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return what another engine needs to continue a request with these parameters."""
+        try:
+            return cast("RequestKVConnector", self.connector).answer(params) if self.by_request else None
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s has no answer to kv_transfer_params", self.name)
+            return None
+
+    def held(
+        self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any] | None = None
+    ) -> Collection[BlockHash]:
+        """Return the hashes whose block could be loaded, for a request with these parameters."""
         if not hashes:
             return ()
-        held = self.agreement.held(self._held(group, hashes))
+        held = self.agreement.held(self._held(group, hashes, params))
         return {one for one, here in zip(hashes, held, strict=True) if here}
 
     def want(self, block: CacheBlock) -> None:
@@ -118,12 +150,15 @@ class Transfers:
         self._unsure.clear()
         self.connector.reset()
 
-    def _held(self, group: int, hashes: Sequence[BlockHash]) -> list[bool]:
+    def _held(self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any] | None) -> list[bool]:
         """Return for each hash whether nothing is lacking here."""
         if group in self.elsewhere:
             return [True] * len(hashes)
         try:
-            found = [bool(one) for one in self.connector.held(group, list(hashes))]
+            held = self.connector.held
+            if params and self.by_request:
+                held = partial(cast("RequestKVConnector", self.connector).held_for, params=params)
+            found = [bool(one) for one in held(group, list(hashes))]
         except Exception:  # a plugin's code may raise anything
             logger.exception("%s cannot say what it holds", self.name)
             return [False] * len(hashes)

@@ -89,6 +89,7 @@ from slotline.registry.contracts.kv_connector import (
     KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
+    RequestKVConnector,
 )
 from slotline.registry.contracts.kv_spec import (
     BlockHash,
@@ -312,6 +313,7 @@ __all__ = [
     "PruningModel",
     "QuantizedWeight",
     "ReasoningDelta",
+    "RequestKVConnector",
     "ResponseEvent",
     "ResponseParser",
     "ResponseParserCapabilities",

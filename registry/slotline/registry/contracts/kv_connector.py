@@ -55,12 +55,14 @@ class KVConnectorCapabilities:
         saves: the time at which blocks are passed to `KVConnector.start`: ``filled`` once a block's last token is
             computed, or ``evicted`` when the pool is about to reuse the block.
         asynchronous: whether loads end in later steps, see `AsyncKVConnector`.
+        by_request: whether it finds blocks by what a request says of them, see `RequestKVConnector`.
     """
 
     devices: Set[str]
     kv_kinds: Set[str] = Set(None)
     saves: Literal["filled", "evicted"] = "filled"
     asynchronous: Flag = Flag(False)
+    by_request: Flag = Flag(False)
 
 
 class CacheBlock(NamedTuple):
@@ -208,4 +210,27 @@ class AsyncKVConnector(KVConnector, Protocol):
 
     def finish(self) -> None:
         """Wait until no load is under way any more. `arrived` and `failed` tell of them afterwards."""
+        ...
+
+
+class RequestKVConnector(KVConnector, Protocol):
+    """Further methods of a connector that is told by a request where its blocks are.
+
+    The request has `kv_transfer_params` then, with the names that vLLM uses: ``do_remote_prefill`` for a prompt that
+    another engine has computed, ``do_remote_decode`` for one that another engine is to continue, and what the answer of
+    the first request said. The values may come from anyone, so they are to be checked.
+    """
+
+    def held_for(self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any]) -> Sequence[bool]:
+        """Return, for each hash, True if its block could be loaded for a request with these parameters.
+
+        Called in place of `held`. A block that turns out to be missing is a failed load.
+        """
+        ...
+
+    def answer(self, params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the parameters of the request that another engine is to continue with, None for nothing.
+
+        Any thread may call it. The values can be written as JSON.
+        """
         ...

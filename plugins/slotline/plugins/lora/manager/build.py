@@ -73,6 +73,7 @@ def _merged(
         device_of={path: divided[model.adapter_stages[path]] if divided else planned.device for path in modules},
         dtype=getattr(torch, planned.plan.dtype),
         named=planned.loaded.paths("lora.adapters"),
+        shared=planned.connector is not None,
         notes=_notes(planned, descriptor),
     )
 
@@ -116,6 +117,7 @@ def _in_slots(
         max_adapters=config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
         named=planned.loaded.paths("lora.adapters"),
+        shared=planned.connector is not None,
         notes=_notes(planned, descriptor),
     )
 

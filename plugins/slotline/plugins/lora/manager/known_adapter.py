@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -50,9 +52,23 @@ def numbered(named: Mapping[str, Path]) -> list[LoRARequest]:
     return [LoRARequest(name, number, str(path)) for number, (name, path) in enumerate(named.items(), start=1)]
 
 
-def load_key(request: LoRARequest) -> str:
-    """Return a cache key that separates an adapter's prefixes from those of any other load, also of its folder."""
-    return "adapter:" + repr((request.lora_name, request.lora_path, uuid4().hex))
+def load_key(request: LoRARequest, *, shared: bool) -> str:
+    """Return a cache key that separates an adapter's prefixes from those of other adapters.
+
+    Args:
+        shared: engines that load the same files get the same key. Otherwise each load gets another one, also of the
+            same folder.
+    """
+    if not shared:
+        return "adapter:" + repr((request.lora_name, request.lora_path, uuid4().hex))
+    contents = sha256()
+    with suppress(OSError, ValueError):  # the plugin reports a folder that cannot be read
+        for file in sorted(Path(request.lora_path).iterdir()):
+            if file.is_file():
+                contents.update(repr((file.name, file.stat().st_size)).encode())
+                with file.open("rb") as opened:
+                    contents.update(file_digest(opened, "sha256").digest())
+    return "adapter:" + contents.hexdigest()
 
 
 def files_of(request: LoRARequest) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from slotline.core.batch.request import Request
-from slotline.plugins.lora.manager.known_adapter import adapter_of, forget_copies, load_key, numbered
+from slotline.plugins.lora.manager.known_adapter import adapter_of, files_of, forget_copies, load_key, numbered
 from slotline.registry.contracts import AdaptableModel, Lora
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.lora_request import LoRARequest
@@ -28,6 +28,7 @@ class MergedAdapter:
         device_of: path of each of the modules -> its device.
         dtype: of the model.
         named: folder of each adapter that is merged when the engine is ready, by name.
+        shared: cached prefixes may go to other engines that have merged the same adapter.
         notes: shown with the plan.
     """
 
@@ -42,8 +43,10 @@ class MergedAdapter:
         device_of: Mapping[str, str],
         dtype: torch.dtype,
         named: Mapping[str, Path],
+        shared: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
+        self._shared = shared
         self.notes = notes
         self._named = named
         self._lora = lora
@@ -154,8 +157,10 @@ class MergedAdapter:
     @torch.inference_mode()
     def _merge(self, request: LoRARequest) -> None:
         """Add an adapter to the base model's weights, or leave the weights as they were."""
-        key = load_key(request)
+        files, key = files_of(request), load_key(request, shared=self._shared)
         slot = self._lora.load(request.lora_name, request.lora_path)
+        if files_of(request) != files:
+            key = load_key(request, shared=False)  # of which files it was read is not known
         try:
             for name, (inner, outer) in self._modules.items():
                 delta = self._delta(slot, name, inner, outer)

@@ -36,6 +36,7 @@ class AdapterSlots:
         steps: the methods that a step calls.
         max_adapters, max_cpu_adapters: as in the configuration.
         named: folder of each adapter that is loaded when the engine is ready, by name.
+        shared: cached prefixes of an adapter may go to other engines that have it too.
         notes: shown with the plan.
     """
 
@@ -48,8 +49,10 @@ class AdapterSlots:
         max_adapters: int,
         max_cpu_adapters: int,
         named: Mapping[str, Path],
+        shared: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
+        self._shared = shared
         self.steps = steps
         self.graph_variant, self.step_variants = steps.graph_variant, steps.step_variants
         self.captured_variants = steps.captured_variants
@@ -234,7 +237,8 @@ class AdapterSlots:
                     f"adapter {request.lora_name!r} is known as number {other.request.lora_int_id}",
                     fix="use that number, or another name",
                 )
-        return Adapter(request, load_key(request), files_of(request))
+        files = files_of(request)  # before their contents: they are compared again when the adapter is loaded
+        return Adapter(request, load_key(request, shared=self._shared), files)
 
     def _adapter(self, request: LoRARequest) -> Adapter:
         """Return the adapter of a request that has entered and not left."""

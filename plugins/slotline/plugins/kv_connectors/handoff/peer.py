@@ -1,0 +1,221 @@
+"""A thread that loads blocks from another engine: by its memory on the same machine, or over the connection."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import socket
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Any
+
+import torch
+from attrs import define
+
+from slotline.plugins.kv_connectors.handoff.store import HEADER, Key
+from slotline.plugins.kv_connectors.handoff.wire import VERSION, fill, named, receive, send
+from slotline.registry.contracts import CacheBlock
+
+logger = logging.getLogger("slotline")
+PAUSE = 1.0
+"""Seconds after a failure in which nothing is loaded from a peer."""
+Loaded = tuple[CacheBlock, torch.Tensor | None]
+"""A block with its bytes, None if it could not be loaded."""
+
+
+@define(eq=False)
+class Identity:
+    """Name of the bytes that this engine can use. It changes with the weights."""
+
+    text: str
+
+
+class Inbox:
+    """Blocks that peers have loaded, or could not load."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Loaded] = []
+        self._expected, self._changed = 0, Condition()
+
+    def expect(self, count: int) -> None:
+        """Note blocks that are under way from now on."""
+        with self._changed:
+            self._expected += count
+
+    def put(self, block: CacheBlock, row: torch.Tensor | None) -> None:
+        """Take a block. Any thread may call it."""
+        with self._changed:
+            self._blocks.append((block, row))
+            self._expected -= 1
+            self._changed.notify_all()
+
+    def take(self) -> list[Loaded]:
+        """Return the blocks that have come since the last call."""
+        with self._changed:
+            blocks, self._blocks = self._blocks, []
+        return blocks
+
+    def wait(self) -> None:
+        """Wait until no block is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._expected)
+
+
+class Peer:
+    """Another engine that blocks are loaded from.
+
+    Args:
+        address: where it hands out blocks.
+        identity: of this engine.
+        sizes: bytes of a block of each cache group.
+        timeout: seconds without a byte after which it counts as gone.
+        inbox: gets each block.
+
+    Attributes:
+        hurried: whether blocks that have not been asked for yet fail at once.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        identity: Identity,
+        sizes: Sequence[int],
+        timeout: float,
+        inbox: Inbox,
+    ) -> None:
+        self._address, self._identity, self._sizes = address, identity, tuple(sizes)
+        self._timeout, self._inbox = timeout, inbox
+        self._asked: SimpleQueue[Sequence[CacheBlock] | None] = SimpleQueue()
+        self._connection: socket.socket | None = None
+        self._memory: mmap.mmap | None = None
+        self._row_bytes = 0
+        self._failed_at: float | None = None
+        self.hurried = False
+        self._thread: Thread | None = None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether blocks come through the peer's memory."""
+        return self._memory is not None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it is worth asking."""
+        return self._failed_at is None or time.monotonic() - self._failed_at > PAUSE
+
+    def load(self, blocks: Sequence[CacheBlock]) -> None:
+        """Load blocks soon."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="slotline-handoff", daemon=True)
+            self._thread.start()
+        self._inbox.expect(len(blocks))
+        self._asked.put(blocks)
+
+    def close(self) -> None:
+        """End the thread and the connection."""
+        self.hurried = True
+        self._asked.put(None)
+        if (connection := self._connection) is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while (blocks := self._asked.get()) is not None:
+            found: list[Loaded] = [(one, None) for one in blocks]
+            try:
+                if not self.hurried and self.is_well:
+                    found = self._loaded_again(blocks)
+                    self._failed_at = None
+            except Exception as error:
+                self._failed_at = time.monotonic()
+                self._disconnect()
+                who, count = self._address, len(blocks)
+                logger.warning("kv_connector.handoff: %d blocks of %s:%d are computed again: %s", count, *who, error)
+            for block, row in found:
+                self._inbox.put(block, row)
+        self._disconnect()
+
+    def _loaded_again(self, blocks: Sequence[CacheBlock]) -> list[Loaded]:
+        """Return what `_loaded` does, over a new connection if the old one has ended meanwhile."""
+        old = self._connection is not None
+        try:
+            return self._loaded(blocks)
+        except ConnectionError:
+            if not old or self.hurried:
+                raise
+            self._disconnect()
+            return self._loaded(blocks)
+
+    def _loaded(self, blocks: Sequence[CacheBlock]) -> list[Loaded]:
+        """Return blocks with their bytes, None for those that the peer lacks or whose checksum is wrong."""
+        connection = self._connected()
+        keys = [(one.group, one.block_hash) for one in blocks]
+        self._send(connection, blocks=named(keys), send=not self.mapped)
+        answer = self._received(connection)["blocks"]
+        if len(answer) != len(blocks):
+            raise ValueError(f"the peer tells of {len(answer)} blocks, of {len(blocks)}")
+        return [
+            (block, None if found is None else self._read(connection, key, int(found[0]), int(found[1])))
+            for block, key, found in zip(blocks, keys, answer, strict=True)
+        ]
+
+    def _read(self, connection: socket.socket, key: Key, place: int, checksum: int) -> torch.Tensor | None:
+        row = torch.empty(self._sizes[key[0]], dtype=torch.uint8)
+        view = memoryview(row.numpy()).cast("B")  # type: ignore[arg-type]
+        if self._memory is None:
+            fill(connection, view)
+        else:
+            first = HEADER + place * self._row_bytes
+            view[:] = memoryview(self._memory)[first : first + len(view)]
+        if zlib.crc32(view) != checksum:
+            logger.warning("kv_connector.handoff: a block of %s:%d has another checksum", *self._address)
+            return None
+        return row
+
+    def _connected(self) -> socket.socket:
+        """Return the connection, with the peer's memory mapped if it is on this machine."""
+        if self._connection is not None:
+            return self._connection
+        connection = socket.create_connection(self._address, self._timeout)
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._send(connection)
+        hello = self._received(connection)
+        self._memory = _mapped(hello["path"], hello["secret"])
+        self._row_bytes = int(hello["row_bytes"])
+        return connection
+
+    def _send(self, connection: socket.socket, **message: Any) -> None:
+        send(connection, {"version": VERSION, "identity": self._identity.text, **message})
+
+    def _received(self, connection: socket.socket) -> dict[str, Any]:
+        answer = receive(connection)
+        if "error" in answer:
+            raise ValueError(f"{answer['error']}; ours is {self._identity.text[:12]}")
+        return answer
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._memory = None
+
+
+def _mapped(path: str, secret: str) -> mmap.mmap | None:
+    """Return a peer's memory, None if it is on another machine or of another user."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return memory if secret and memory[:HEADER] == secret.encode() else None

@@ -1,0 +1,328 @@
+"""Prefill apart from decode: an engine computes prompts, another one continues them with the same text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from engine_driver import random_prompts, run_all
+from lora_cases import PeftOracle
+from thread_ranks import ThreadRanks
+from tiny_engines import DEFAULTS, everything_returned
+
+from slotline.core import LLM, LoRARequest, SamplingParams
+from slotline.plugins.kv_connectors.handoff import peer as peers
+from slotline.registry.errors import CapacityError, ConfigError, NegotiationError, RequestError
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(38, 89, 96)]
+
+Tiny = Callable[..., Path]
+PROMPTS = random_prompts([33, 40, 37, 26], seed=5)
+MIXED = [*PROMPTS, PROMPTS[0][:16] + PROMPTS[2][:20]]
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 3}
+KEY = "kv_connector.handoff"
+PREFILL: dict[str, Any] = {"kv_connector.name": "handoff", f"{KEY}.role": "prefill", f"{KEY}.memory": "1MiB"}
+
+
+def transfers_of(llm: LLM) -> Any:
+    return llm.engine.extension("kv_transfer").transfers
+
+
+def connector_of(llm: LLM) -> Any:
+    return transfers_of(llm).connector
+
+
+def decode_settings(*addresses: tuple[str, int], timeout: float = 5.0) -> dict[str, Any]:
+    names = tuple(f"{host}:{port}" for host, port in addresses)
+    return {
+        "kv_connector.name": "handoff", f"{KEY}.role": "decode", f"{KEY}.peers": names, f"{KEY}.timeout": timeout,
+    }  # fmt: skip
+
+
+def prefilled(llm: LLM, prompts: list[list[int]], **more: Any) -> dict[str, Any]:
+    """Have an engine compute prompts. What its answer says."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    for number, prompt in enumerate(prompts):
+        llm.engine.add(f"p{number}", prompt, FIRST, kv_transfer_params=asked, **more)
+    run_all(llm)
+    answer = llm.engine.extension("kv_transfer").answer(asked)
+    assert answer is not None
+    return json.loads(json.dumps(dict(answer)))  # type: ignore[no-any-return]
+
+
+def continued(llm: LLM, prompts: list[list[int]], answer: dict[str, Any] | None, **more: Any) -> list[list[int]]:
+    """The tokens of an engine that continues prompts."""
+    given = {} if answer is None else {"kv_transfer_params": answer}
+    requests = [llm.engine.add(f"d{n}", prompt, SHORT, **given, **more) for n, prompt in enumerate(prompts)]
+    run_all(llm, 200_000)
+    assert all(request.finish_reason == "length" for request in requests)
+    return [list(request.output_token_ids) for request in requests]
+
+
+def settled(llm: LLM) -> None:
+    transfers_of(llm).finish()
+    llm.engine.step()
+    everything_returned(llm)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Tiny) -> tuple[LLM, LLM]:
+    prefill = LLM(tiny("llama"), **SMALL, **PREFILL)
+    return prefill, LLM(tiny("llama"), **SMALL, **decode_settings(connector_of(prefill)._server.address))
+
+
+@pytest.fixture(scope="module")
+def want(tiny: Tiny) -> list[list[int]]:
+    return continued(LLM(tiny("llama"), **SMALL), MIXED, None)
+
+
+@pytest.fixture
+def fresh(pair: tuple[LLM, LLM]) -> tuple[LLM, LLM]:
+    for llm in pair:
+        llm.engine.forget_prefixes()
+        settled(llm)
+    for one in connector_of(pair[1])._peers.values():
+        one._failed_at = None
+    return pair
+
+
+@pytest.mark.parametrize("way", ["memory", "connection"])
+def test_the_text_is_one_engines_and_only_the_last_block_is_computed(
+    fresh: tuple[LLM, LLM], want: list[list[int]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = fresh
+    (peer,) = connector_of(decode)._peers.values()
+    if way == "connection":
+        peer._disconnect()
+        monkeypatch.setattr(peers, "_mapped", lambda path, secret: None)
+    before = transfers_of(decode).agreement.counts
+    answer = prefilled(prefill, MIXED)
+    assert continued(decode, MIXED, answer) == want
+    counts = transfers_of(decode).agreement.counts
+    blocks = {tuple(prompt[: 4 * n]) for prompt in MIXED for n in range(1, (len(prompt) - 1) // 4 + 1)}
+    assert (counts.loads - before.loads, counts.lost - before.lost) == (len(blocks), 0)
+    assert peer.mapped == (way == "memory")
+    request = decode.engine.add("again", PROMPTS[1], SHORT)
+    run_all(decode)
+    assert request.metrics.num_cached_tokens == (len(PROMPTS[1]) - 1) // 4 * 4
+    settled(prefill)
+    settled(decode)
+
+
+def test_others_run_while_blocks_are_on_their_way_and_an_aborted_request_gives_all_back(
+    fresh: tuple[LLM, LLM], want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = fresh
+    answer = prefilled(prefill, MIXED)
+    (peer,) = connector_of(decode)._peers.values()
+    loaded = peer._loaded
+
+    def slowly(blocks: Any) -> Any:
+        time.sleep(0.5)
+        return loaded(blocks)
+
+    monkeypatch.setattr(peer, "_loaded", slowly)
+    waiting = decode.engine.add("waits", PROMPTS[1], SHORT, kv_transfer_params=answer)
+    left = decode.engine.add("left", PROMPTS[0], SHORT, kv_transfer_params=answer)
+    other = decode.engine.add("other", PROMPTS[3], SHORT)
+    while not other.finished:
+        decode.engine.step()
+    assert not waiting.finished
+    decode.engine.abort(left.request_id)
+    run_all(decode, 200_000)
+    assert [list(one.output_token_ids) for one in (waiting, other)] == [want[1], want[3]]
+    settled(decode)
+
+
+@pytest.mark.parametrize("fault", ["gone", "dies", "silent", "rubbish", "other-model", "corrupt", "evicted"])
+def test_whatever_a_peer_does_the_text_is_right_and_nobody_waits_for_ever(
+    tiny: Tiny, fresh: tuple[LLM, LLM], want: list[list[int]], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = fresh
+    (peer,) = connector_of(decode)._peers.values()
+    monkeypatch.setattr(peer, "_timeout", 0.3)
+    answer = prefilled(prefill, MIXED)
+    before = transfers_of(decode).agreement.counts
+    peer._disconnect()
+    if fault in ("gone", "silent", "rubbish", "dies"):
+        listener = socket.create_server(("127.0.0.1", 0))
+        monkeypatch.setattr(peer, "_address", listener.getsockname())
+        if fault == "gone":
+            listener.close()
+        elif fault != "silent":
+
+            def serve() -> None:
+                while True:
+                    try:
+                        connection, _ = listener.accept()
+                    except OSError:
+                        return
+                    with connection:
+                        connection.recv(10)
+                        if fault == "rubbish":
+                            connection.sendall(b"\x00\x00\x00\x05[1,2]" + b"\xff" * 100)
+
+            Thread(target=serve, daemon=True).start()
+    elif fault == "other-model":
+        monkeypatch.setattr(connector_of(decode)._identity, "text", "another")
+    elif fault == "corrupt":
+        received, rows = peer._received, connector_of(prefill)._store._rows
+
+        def overwritten(connection: Any) -> Any:
+            answer = received(connection)
+            if "path" not in answer:
+                rows[:, ::7] ^= 1
+            return answer
+
+        monkeypatch.setattr(peer, "_received", overwritten)
+    else:
+        for key in list(connector_of(prefill)._store._row_of)[::2]:
+            store = connector_of(prefill)._store
+            store._free.append(store._row_of.pop(key))
+    assert continued(decode, MIXED, answer) == want
+    assert transfers_of(decode).agreement.counts.lost > before.lost
+    settled(decode)
+    if fault in ("gone", "silent", "rubbish", "dies"):
+        listener.close()
+
+
+def test_a_peer_that_was_started_again_is_found_again(
+    tiny: Tiny, fresh: tuple[LLM, LLM], want: list[list[int]]
+) -> None:
+    prefill, decode = fresh
+    answer = prefilled(prefill, MIXED)
+    assert continued(decode, MIXED, answer) == want
+    (peer,) = connector_of(decode)._peers.values()
+    for one in list(connector_of(prefill)._server._connections):
+        one.shutdown(socket.SHUT_RDWR)
+    decode.engine.forget_prefixes()
+    prefill.engine.forget_prefixes()
+    answer, before = prefilled(prefill, MIXED), transfers_of(decode).agreement.counts
+    assert continued(decode, MIXED, answer) == want
+    counts = transfers_of(decode).agreement.counts
+    assert counts.loads > before.loads
+    assert counts.lost == before.lost
+    assert peer.is_well
+
+
+def test_one_side_with_other_weights_gets_no_blocks(fresh: tuple[LLM, LLM], want: list[list[int]]) -> None:
+    prefill, decode = fresh
+    decode.engine.forget_prefixes()  # as reload_weights does
+    answer, before = prefilled(prefill, MIXED), transfers_of(decode).agreement.counts
+    assert continued(decode, MIXED, answer) == want
+    counts = transfers_of(decode).agreement.counts
+    assert counts.loads - before.loads == counts.lost - before.lost > 0
+    prefill.engine.forget_prefixes()
+
+
+def test_requests_name_no_peer_that_is_not_configured(fresh: tuple[LLM, LLM], want: list[list[int]]) -> None:
+    _, decode = fresh
+    for params in (
+        {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1},
+        {"do_remote_prefill": True, "remote_host": ["x"], "remote_port": None},
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": False, "remote_host": 3},
+        {},
+    ):
+        decode.engine.forget_prefixes()
+        assert continued(decode, MIXED, params) == want
+    settled(decode)
+    for wrong in (3, "x", [1], {1: 2}):
+        with pytest.raises(RequestError, match="kv_transfer_params="):
+            decode.engine.add("wrong", PROMPTS[0], SHORT, kv_transfer_params=wrong)
+    assert not decode.engine.requests
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "drafts": ("llama", {"drafter.name": "ngram", "drafter.tokens": 3}),
+    "overlapping": ("llama", {"scheduler.async": True}),
+    "int8": ("llama", {"cache.dtype": "int8"}),
+    "windows": ("gemma2", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [one if one == "drafts" else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
+)
+def test_with_drafts_and_other_caches(tiny: Tiny, kind: str) -> None:
+    family, settings = KINDS[kind]
+    path = tiny(family)
+    prefill = LLM(path, **SMALL, **PREFILL, **settings)
+    decode = LLM(path, **SMALL, **decode_settings(connector_of(prefill)._server.address), **settings)
+    expected = continued(LLM(path, **SMALL, **settings), MIXED, None)
+    assert continued(decode, MIXED, prefilled(prefill, MIXED)) == expected
+    counts = transfers_of(decode).agreement.counts
+    assert counts.loads > 20
+    assert counts.lost == 0
+
+
+@pytest.mark.slow
+def test_each_rank_loads_from_the_same_rank_of_the_peer(tiny: Tiny, want: list[list[int]]) -> None:
+    with socket.socket() as one:  # whose neighbour is most likely free too
+        one.bind(("127.0.0.1", 0))
+        address = one.getsockname()
+    path, named = tiny("llama"), {f"{KEY}.address": "{}:{}".format(*address)}
+    with pytest.raises(ConfigError, match="has no port, and this engine has several ranks"):
+        ThreadRanks(path, **SMALL, **PREFILL)
+    prefill = ThreadRanks(path, **SMALL, **PREFILL, **named)
+    decode = ThreadRanks(path, **SMALL, **decode_settings(address))
+    answer = prefill.same(lambda llm: prefilled(llm, MIXED))
+    assert (answer["remote_host"], answer["remote_port"]) == address
+    assert decode.same(lambda llm: continued(llm, MIXED, answer)) == want
+    counts = decode.same(lambda llm: transfers_of(llm).agreement.counts)
+    assert counts.loads > 20
+    assert (counts.lost, counts.failed) == (0, (0, 0))
+    for ranks in (prefill, decode):
+        ranks.each(settled)
+        ranks.close()
+
+
+def test_adapters_of_the_same_files_are_handed_on(tiny: Tiny, tmp_path: Path) -> None:
+    path, settings = tiny("llama"), {"lora.name": "torch"}
+    oracle = PeftOracle(path, tmp_path, {"mine": {}, "other": {}})
+    shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+    mine, copy, other = (LoRARequest(name, 1, str(tmp_path / name)) for name in ("mine", "copy", "other"))
+    prefill = LLM(path, **SMALL, **PREFILL, **settings)
+    decode = LLM(path, **SMALL, **decode_settings(connector_of(prefill)._server.address), **settings)
+    one = LLM(path, **SMALL, **settings)
+    expected, plain = continued(one, MIXED, None, lora_request=mine), continued(one, MIXED, None)
+    assert expected != plain
+    assert oracle.names
+    answer = prefilled(prefill, MIXED, lora_request=mine)
+    assert continued(decode, MIXED, answer, lora_request=copy) == expected
+    before = transfers_of(decode).agreement.counts
+    assert (before.loads > 20, before.lost) == (True, 0)
+    assert continued(decode, MIXED, answer) == plain  # the blocks of an adapter are nobody else's
+    decode.remove_lora(1)
+    one.remove_lora(1)
+    assert continued(decode, MIXED, answer, lora_request=other) == continued(one, MIXED, None, lora_request=other)
+    counts = transfers_of(decode).agreement.counts
+    assert counts.loads - before.loads == counts.lost > 0
+
+
+def test_bad_settings_are_named(tiny: Tiny, pair: tuple[LLM, LLM]) -> None:
+    path, (host, port) = tiny("llama"), connector_of(pair[0])._server.address
+    for key, value, kind, text in (
+        ("address", f"{host}:{port}", ConfigError, f"address = '{host}:{port}' cannot be had: Address already in use"),
+        ("address", "7000", ConfigError, "'7000' is no address"),
+        ("address", "0.0.0.0:7000", ConfigError, "names no machine"),
+        ("role", "decode", ConfigError, "peers is empty"),
+        ("role", "neither", ConfigError, "role"),
+        ("peers", ("x",), ConfigError, "'x' is no address"),
+        ("timeout", 0, ConfigError, "timeout = 0"),
+        ("memory", "10B", ConfigError, "10B"),
+        ("memory", "1KB", CapacityError, "holds no block"),
+    ):
+        with pytest.raises(kind, match=text):
+            LLM(path, **SMALL, **{"kv_connector.name": "handoff", f"{KEY}.{key}": value})
+    with pytest.raises(NegotiationError, match="the model keeps states"):
+        LLM(tiny("mamba2"), **{**SMALL, **PREFILL})
