@@ -31,6 +31,7 @@ FAMILIES = (
     *tiny_models.SHARING_FAMILIES,
     "llama4",
     *tiny_models.LATENT_FAMILIES,
+    *tiny_models.INDEXED_FAMILIES,
     *tiny_models.OWN_FAMILIES,
     *tiny_models.STATE_FAMILIES,
 )

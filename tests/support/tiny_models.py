@@ -50,6 +50,9 @@ _LATENT: Mapping[str, Any] = {
     "moe_intermediate_size": 48,
     "routed_scaling_factor": 1.5,
 }
+_INDEX: Mapping[str, Any] = {**_LATENT, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
+"""So many heads that hardly a score is 0, as it is where each head's product is negative: equal scores have no order
+in transformers."""
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -133,6 +136,16 @@ _FAMILIES: Mapping[str, TinyFamily] = {
                 "mscale_all_dim": 1.0,
             },
         },
+    ),
+    "deepseek_v32": TinyFamily(
+        architecture="DeepseekV32ForCausalLM",
+        config="DeepseekV32Config",
+        settings={**_INDEX, "n_group": 2, "topk_group": 1},
+    ),
+    "glm_moe_dsa": TinyFamily(
+        architecture="GlmMoeDsaForCausalLM",
+        config="GlmMoeDsaConfig",
+        settings={**_INDEX, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "glm4_moe_lite": TinyFamily(
         architecture="Glm4MoeLiteForCausalLM",
@@ -279,9 +292,11 @@ _FAMILIES: Mapping[str, TinyFamily] = {
 
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 """The families with multi-head latent attention."""
+INDEXED_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
+"""The families with latents and an index that picks keys."""
 SHARING_FAMILIES = ("gemma3n", "gemma4")
 """The families some of whose layers read the caches of others."""
-_APART = ("llama4", "llama_deep", *SHARING_FAMILIES, *LATENT_FAMILIES)
+_APART = ("llama4", "llama_deep", *SHARING_FAMILIES, *LATENT_FAMILIES, *INDEXED_FAMILIES)
 FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name not in _APART)
 """The names that `build` knows, but for those whose attention not every backend has."""
 

@@ -348,6 +348,7 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
         "alibi": layer.alibi_slopes is not None,
         "keys_ahead": layer.keys_ahead,
         "position_bias": layer.position_bias is not None,
+        "index_topk": layer.index_topk is not None,
     }
     return tuple(name for name, needed in features.items() if needed)
 

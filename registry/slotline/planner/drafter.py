@@ -94,6 +94,7 @@ def numbered(layers: Sequence[AttentionLayer], first: int) -> tuple[AttentionLay
             layer,
             index=first + layer.index,
             shares_kv_with=None if layer.shares_kv_with is None else first + layer.shares_kv_with,
+            index_from=None if layer.index_from is None else first + layer.index_from,
         )
         for layer in layers
     )

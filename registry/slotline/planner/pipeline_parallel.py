@@ -232,10 +232,10 @@ def _parameters(parts: ModelParts, first: int, end: int) -> int:
 
 def _refuse_shared_caches(stages: Stages, facts: ModelFacts) -> None:
     for layer in facts.layers:
-        owner = layer.shares_kv_with
-        if owner is not None and stages.of_layer[owner] != stages.of_layer[layer.index]:
-            raise NegotiationError(
-                f"layer {layer.name!r} in stage {stages.of_layer[layer.index]} reads the cache of "
-                f"{facts.layers[owner].name!r} in stage {stages.of_layer[owner]}",
-                fix="set parallel.layers so that both lie in one stage",
-            )
+        for owner, read in ((layer.shares_kv_with, "reads the cache of"), (layer.index_from, "uses the picks of")):
+            if owner is not None and stages.of_layer[owner] != stages.of_layer[layer.index]:
+                raise NegotiationError(
+                    f"layer {layer.name!r} in stage {stages.of_layer[layer.index]} {read} "
+                    f"{facts.layers[owner].name!r} in stage {stages.of_layer[owner]}",
+                    fix="set parallel.layers so that both lie in one stage",
+                )

@@ -27,6 +27,7 @@ from slotline.planner.component_selection import (
     refuse_variance,
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
+from slotline.planner.dense_texts import without_idle_index
 from slotline.planner.drafter import draft_layers, draft_length_setting
 from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
@@ -337,6 +338,7 @@ def _negotiated(
     max_model_len = _max_model_len(loaded, facts)
     if whole_prompts(facts):
         max_model_len = length_of_whole_prompts(loaded, max_model_len)
+    facts = without_idle_index(facts, max_model_len)
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
     fast_prefill = choose_fast_prefill(loaded, facts, family_descriptor, task=task, drafter=drafter, stages=num_stages)
     own_layers = draft_layers(

@@ -34,6 +34,8 @@ ANY_ATTENTION = Candidate(
             sliding_window=Flag(True),
             chunked=Flag(True),
             mla=Flag(True),
+            index_topk=Flag(True),
+            layer_inputs=Set(None),
             cache_formats=Set(None),
         ),
         factory="nowhere:nothing",

@@ -226,7 +226,6 @@ def test_a_mixer_that_nobody_knows_is_not_passed_over(made: Made, monkeypatch: p
 @pytest.mark.parametrize(
     ("model_type", "architecture", "settings", "longest"),
     [
-        ("deepseek_v32", "DeepseekV32ForCausalLM", {"index_topk": 96}, 96),
         ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM", SPARSE_M3, 64),
     ],
 )

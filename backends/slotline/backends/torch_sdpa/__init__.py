@@ -6,8 +6,8 @@ from itertools import product
 
 from slotline.backends.keys_ahead import TREES
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
-from slotline.registry.contracts.attention import AttentionCapabilities
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
+from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
+from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, LATENT_INDEX, PLAIN
 from slotline.registry.descriptor import Descriptor, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -34,7 +34,9 @@ descriptor = Descriptor(
         request_trees=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
-        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
+        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD, LATENT_INDEX)),
+        index_topk=Flag(True),
+        layer_inputs=Set(INDEX_INPUTS),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         limits=(
             Limit(
@@ -67,6 +69,18 @@ descriptor = Descriptor(
                 capability="mla",
                 offer=Flag(Support.UNSUPPORTED),
                 note="the format has keys and values",
+            ),
+            Limit(
+                when=f"cache_formats={LATENT_INDEX}",
+                capability="dtypes",
+                offer=Set(product(FLOATS, FLOATS)),
+                note="the format has no scales",
+            ),
+            Limit(
+                when="index_topk",
+                capability="cascade",
+                offer=Flag(Support.UNSUPPORTED),
+                note="an index picks among all keys of a request together",
             ),
         ),
         bounded_lengths=True,

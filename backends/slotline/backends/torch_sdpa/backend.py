@@ -7,7 +7,7 @@ beyond a request's length is ever read, so garbage there cannot leak.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 
 from slotline.backends import cache_codes
 from slotline.backends.alibi import position_bias_of, slopes_of
+from slotline.backends.torch_sdpa.index import picked
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import CacheTensors
 
@@ -92,6 +93,7 @@ class Plan(NamedTuple):
     `rows` are those of the `num_new` keys to store (None for all), `blocks` and `offsets` their destinations, int64.
     `prefix` handles the common prefix, if any, for all tokens. `groups` begin after it then.
     Of encoders there may be `texts` (on a CPU) or `packed` (on a CUDA device) in place of groups.
+    `picks` has the masks of the groups that each layer's index made, by the layer's index.
     """
 
     num_new: int
@@ -100,6 +102,7 @@ class Plan(NamedTuple):
     offsets: torch.Tensor
     groups: list[Group]
     prefix: list[Group]
+    picks: dict[int, list[torch.Tensor]]
     texts: Sequence[Texts] = ()
     packed: Packed | None = None
 
@@ -130,10 +133,10 @@ class TorchBackend:
     def plan(self, batch: AttentionBatch) -> Plan:
         if self._plain_texts:
             nothing = batch.slot_mapping[:0]
-            return Plan(0, None, nothing, nothing, [], [], _texts(batch))
+            return Plan(0, None, nothing, nothing, [], [], {}, _texts(batch))
         if self._packs:
             nothing = batch.slot_mapping[:0]
-            return Plan(0, None, nothing, nothing, [], [], packed=_packed(batch))
+            return Plan(0, None, nothing, nothing, [], [], {}, packed=_packed(batch))
         slots = batch.slot_mapping if self._cross else batch.slot_mapping[: batch.num_tokens]
         num_new = len(slots)
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
@@ -145,7 +148,8 @@ class TorchBackend:
             same = list(members)
             groups += [self._group(batch, same[i : i + step], batch.causal) for i in range(0, len(same), step)]
         blocks = slots // self._block_size
-        return Plan(num_new, rows, blocks, slots - blocks * self._block_size, groups, self._prefix(batch))
+        offsets = slots - blocks * self._block_size
+        return Plan(num_new, rows, blocks, offsets, groups, self._prefix(batch), {})
 
     def _prefix(self, batch: AttentionBatch) -> list[Group]:
         """Return a group of all query tokens, as if of the first request, over the shared blocks."""
@@ -212,9 +216,21 @@ class TorchBackend:
         return batch.keys_ahead if self._looks_ahead else None
 
     def write(
-        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, plan: Plan
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        plan: Plan,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         if self._encoder or not plan.blocks.numel():
+            return
+        if isinstance(cache, CacheTensors) and layer.mla:
+            named = {"key": key} if inputs is None else {"key": key, "index_key": inputs["index_key"]}
+            for name, states in named.items():
+                rows = states[: plan.num_new] if plan.rows is None else states[plan.rows]
+                cache[name][plan.blocks, plan.offsets] = rows.to(cache[name].dtype)
             return
         if isinstance(cache, CacheTensors):
             for new, name in ((key, "key"), (value, "value")):
@@ -224,7 +240,7 @@ class TorchBackend:
                 cache[f"{name}_scale"][plan.blocks, plan.offsets] = factors
             return
         scales = self._scales.get(layer.index, (None, None))
-        parts = zip((key, value), cache, scales, strict=True)
+        parts = zip((key, value), (cache.key, cache.value), scales, strict=True)
         for new, stored, scale in islice(parts, 1 if layer.mla else 2):  # latents hold their values
             rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
             _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
@@ -239,6 +255,7 @@ class TorchBackend:
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         if self._plain_texts:
             return _attend_texts(layer, (query, key, value), plan.texts, out)
@@ -248,13 +265,12 @@ class TorchBackend:
         if sum(group.tokens.numel() for group in plan.groups) != out.shape[0]:
             out.zero_()  # padding, and requests that have no key at all
         target = torch.zeros_like(out, dtype=torch.float32) if plan.prefix else out
-        for group in plan.groups:
+        masks = self._masks(layer, cache, plan, inputs)
+        for group, mask in zip(plan.groups, masks, strict=True):
             keys, values = (
                 (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
             )
-            result, group_lse = _attend(
-                layer, query[group.tokens], keys, values, group.mask[_reach(layer)], self._bias(group), sinks
-            )
+            result, group_lse = _attend(layer, query[group.tokens], keys, values, mask, self._bias(group), sinks)
             target[group.tokens] = result.to(target.dtype)
             lse[:, group.tokens] = group_lse
         for group in plan.prefix:
@@ -266,6 +282,28 @@ class TorchBackend:
         if plan.prefix:
             out.copy_(target)
         return lse
+
+    def _masks(
+        self, layer: AttentionLayer, cache: LayerCache, plan: Plan, inputs: Mapping[str, torch.Tensor] | None
+    ) -> list[torch.Tensor]:
+        """Return for each group which keys its queries attend to, [B, 1, 1, q, L] bool.
+
+        What the index of a layer picks is kept in the plan, for the layers after it.
+        """
+        if layer.index_from is not None:
+            return plan.picks[layer.index_from]
+        masks = [group.mask[_reach(layer)] for group in plan.groups]
+        if layer.index_topk is None:
+            return masks
+        assert inputs is not None
+        assert isinstance(cache, CacheTensors)
+        found = []
+        for group, mask in zip(plan.groups, masks, strict=True):
+            keys = cache["index_key"][group.blocks, group.offsets]  # [B, L, index head size]
+            query, weight = inputs["index_query"][group.tokens], inputs["index_weight"][group.tokens]
+            found.append(picked(query, keys, weight, mask[:, 0, 0], layer.index_topk)[:, None, None])
+        plan.picks[layer.index] = found
+        return found
 
     def _bias(self, group: Group) -> torch.Tensor | None:
         """Return the bias by distance on the scores of a group, [B, H, 1, q, L], or None for layers without one."""
@@ -281,7 +319,7 @@ class TorchBackend:
 
     def _read(self, layer: AttentionLayer, cache: LayerCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, multiplied by the cache's scales if any."""
-        if isinstance(cache, CacheTensors):
+        if isinstance(cache, CacheTensors) and not layer.mla:
             at = group.blocks, group.offsets
             keys, values = (
                 cache_codes.decode(_raw(cache[name])[at].view(cache[name].dtype), cache[f"{name}_scale"][at])
@@ -293,7 +331,8 @@ class TorchBackend:
             keys = _raw(cache.key)[group.blocks, group.offsets].view(cache.key.dtype)
             keys = keys if scales is None else keys.float() * scales.key
             return keys, keys[..., : layer.head_size_v]
-        keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in cache)
+        parts = (cache.key, cache.value)
+        keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in parts)
         return (keys, values) if scales is None else (keys.float() * scales.key, values.float() * scales.value)
 
 

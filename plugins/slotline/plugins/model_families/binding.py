@@ -10,8 +10,9 @@ sequences, which would cost a device synchronisation in every forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +34,7 @@ SLOT_ATTRIBUTE = "slotline_slot"
 """The attribute of an attention module that holds its `AttentionSlot`."""
 
 
-def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any) -> torch.Tensor:
+def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any, **_more: Any) -> torch.Tensor:
     """Refuse a call between forwards.
 
     Raises:
@@ -92,7 +93,8 @@ class AttentionSlot:
     Attributes:
         layer: the layer's facts.
         holder: the model's holder. Its `attend` takes (layer, query [num_tokens, num_heads, head_size], key, value
-            [num_tokens, num_kv_heads, ...], sinks or None) and returns [num_tokens, num_heads, head_size_v].
+            [num_tokens, num_kv_heads, ...], sinks or None, and `inputs` of layers that have some) and returns
+            [num_tokens, num_heads, head_size_v].
     """
 
     layer: AttentionLayer
@@ -118,7 +120,7 @@ class AttentionSlot:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
-        **said: bool,
+        **said: Any,
     ) -> torch.Tensor:
         """Call the holder's `attend` for the layer, with the options of a `StoringAttend`."""
         return self.holder.attend(self.called(), query, key, value, sinks, **said)
@@ -171,6 +173,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: Mapping[str, torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for transformers. Scale, window and soft cap are known from the layer's facts.
@@ -179,6 +182,7 @@ def slot_attention(
         query: [1, num_heads, num_tokens, head_size]. key and value have num_kv_heads. If keys are latents, the query is
             for expanded keys, and the output is that of expanded values.
         s_aux: the sink logits [num_heads] of models that learn them.
+        indices: what the model's indexer hands on (see `sparse_index`), by name, [1, num_tokens, ...] each.
 
     Returns:
         [1, num_tokens, num_heads, head_size_v], and no weights.
@@ -186,7 +190,10 @@ def slot_attention(
     slot = module.slotline_slot
     if slot.holder.kept is not None and query.shape[2] != key.shape[2]:  # keys of a layer that had all tokens
         key, value = (states.index_select(2, slot.holder.kept) for states in (key, value))
-    return attended(module, (query, key, value), s_aux, slot.attend, mla=slot.layer.mla)
+    attend = slot.attend
+    if slot.layer.inputs and indices is not None:
+        attend = partial(attend, inputs={name: states[0] for name, states in indices.items()})
+    return attended(module, (query, key, value), s_aux, attend, mla=slot.layer.mla)
 
 
 def attended(

@@ -162,7 +162,7 @@ def _bind(hf_model: Any, context: ModelContext) -> tuple[binding.AttendHolder, t
     state_mixers.bind(hf_model, context.facts.state_layers, holder)
     notes = rope.freeze(hf_model, context.facts.max_model_len)
     temperature.settle(hf_model, context.facts.max_model_len)
-    sparse_index.settle(hf_model, context.facts.max_model_len)
+    sparse_index.settle(hf_model, context.facts.max_model_len, context.facts.layers)
     return holder, notes
 
 

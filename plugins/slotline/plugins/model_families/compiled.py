@@ -7,7 +7,7 @@ of its output (https://docs.pytorch.org/tutorials/advanced/python_custom_ops.htm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -32,15 +32,31 @@ _slots: WeakValueDictionary[int, binding.AttentionSlot] = WeakValueDictionary()
 
 @torch.library.custom_op("slotline::attend", mutates_args=())
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, slot: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+    slot: int,
 ) -> torch.Tensor:
-    """Compute attention of one layer: [num_tokens, num_heads, head_size_v], of tensors as `AttentionSlot.attend`."""
-    return _slots[slot].attend(query, key, value, sinks)
+    """Compute attention of one layer: [num_tokens, num_heads, head_size_v], of tensors as `AttentionSlot.attend`.
+
+    `inputs` are in the order of the layer's.
+    """
+    own = _slots[slot]
+    names = [each.name for each in own.layer.inputs]
+    more = {"inputs": dict(zip(names, inputs, strict=True))} if names else {}
+    return own.attend(query, key, value, sinks, **more)
 
 
 @attend.register_fake
 def _shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, slot: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+    slot: int,
 ) -> torch.Tensor:
     return query.new_empty((*query.shape[:2], value.shape[-1]))
 
@@ -52,13 +68,15 @@ def operation_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: Mapping[str, torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for transformers as `binding.slot_attention` does, by the operation."""
     number = module.slotline_number
+    more = [indices[name][0] for name in module.slotline_inputs] if indices is not None else []
 
     def call(*given: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.slotline.attend(*given, number)
+        out: torch.Tensor = torch.ops.slotline.attend(*given, more, number)
         return out
 
     return binding.attended(module, (query, key, value), s_aux, call, mla=module.slotline_latent)
@@ -84,6 +102,7 @@ def compiled(hf_model: Any, loop: Loop, backend: str) -> tuple[Loop, tuple[str, 
         if (slot := getattr(module, binding.SLOT_ATTRIBUTE, None)) is not None:
             _slots[id(slot)] = slot
             module.slotline_number, module.slotline_latent = id(slot), slot.layer.mla
+            module.slotline_inputs = tuple(each.name for each in slot.layer.inputs)
             module.config._attn_implementation = COMPILED_NAME
     call: Callable[..., torch.Tensor] = torch.compile(loop, fullgraph=True, dynamic=True, backend=backend)
 

@@ -59,6 +59,9 @@ LATENT: tuple[str, ...] = (
 )
 """Decoders with multi-head latent attention, which not every backend has; compared as the others are."""
 
+INDEXED: tuple[str, ...] = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Decoders with latents and an index that picks keys, which not every backend has; compared as the others are."""
+
 OWN_ATTENTION: tuple[str, ...] = ("BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM")
 """Decoders whose attention transformers computes inside their modules, with ALiBi but for some Falcons; compared as the
 others are."""
@@ -115,7 +118,8 @@ TAGGERS: tuple[str, ...] = (
 REWARDERS: tuple[str, ...] = ("Qwen2ForRewardModel",)
 """Decoders with a head of two layers over the last token, which gives the reward of the whole text."""
 
-GENERATING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *OWN_ATTENTION, *STATE_ARCHITECTURES)
+_ATTENDING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *INDEXED, *OWN_ATTENTION)
+GENERATING: tuple[str, ...] = (*_ATTENDING, *STATE_ARCHITECTURES)
 SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS, *TAGGERS, *REWARDERS)
 
 INNER: tuple[str, ...] = (

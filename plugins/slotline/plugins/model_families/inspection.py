@@ -54,6 +54,7 @@ class Recorder:
     layers: list[AttentionLayer] = field(factory=list)
     callers: list[torch.nn.Module] = field(factory=list)
     keys: list[torch.Tensor] = field(factory=list)
+    handed: list[Any] = field(factory=list)
 
     def record(
         self,
@@ -66,7 +67,8 @@ class Recorder:
         """Record one call. Heads and sizes come from the tensors, the rest from the module's arguments.
 
         Each call is a separate layer, even if a module is called again (Zamba2 shares its attention blocks). A layer
-        that is called with the same keys object as an earlier layer reads that layer's cache (Gemma 3n).
+        that is called with the same keys object as an earlier layer reads that layer's cache (Gemma 3n). One that is
+        handed the same index as an earlier layer uses that layer's picks (GLM-5).
         """
         call = sum(module is caller for caller in self.callers)
         scale, mla = asked.get("scaling"), latents.hands_on(module)
@@ -76,8 +78,14 @@ class Recorder:
         if chunk is not None and chunk >= self.max_model_len:
             chunk = None
         owner = next((index for index, other in enumerate(self.keys) if other is key), None)
+        handed = asked.get("indices") if isinstance(asked.get("indices"), dict) and mla else None
+        picks = getattr(getattr(module, "config", None), "index_topk", None) if handed is not None else None
+        if picks is not None and picks >= self.max_model_len:
+            handed = picks = None  # it picks every key
+        picker = next((i for i, other in enumerate(self.handed) if other is handed), None) if handed else None
         self.callers.append(module)
         self.keys.append(key)
+        self.handed.append(handed)
         self.layers.append(
             AttentionLayer(
                 name=binding.name_of(self.names[module], call),
@@ -94,8 +102,11 @@ class Recorder:
                 sinks=asked.get("s_aux") is not None,
                 alibi_slopes=asked.get("alibi_slopes"),
                 mla=mla,
-                kv_kind=_kv_kind(mla, window, chunk),
+                kv_kind="dsa" if picks is not None else _kv_kind(mla, window, chunk),
                 shares_kv_with=owner,
+                index_topk=picks,
+                index_from=picker,
+                inputs=sparse_index.inputs_of(module, handed),
             )
         )
 
@@ -266,7 +277,7 @@ def _model_without_memory(found: Checkpoint) -> Any:
 def adopted(model: Any, function: Any) -> Any:
     """Return a model whose attention calls `function`, with positions from its forward's argument."""
     positions.quiet(model)
-    return positions.pass_on(sparse_index.leave_out(own_attention.adopt(model, function)))
+    return positions.pass_on(sparse_index.adopt(own_attention.adopt(model, function)))
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -297,9 +297,14 @@ class _Probe:
 
 
 def plain_attend(
-    layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    **_: Any,
 ) -> torch.Tensor:
-    """Compute causal attention without window, cap and sinks, which is sufficient to compare two loops."""
+    """Compute causal attention without window, cap, sinks and index, which is sufficient to compare two loops."""
     out = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

@@ -22,6 +22,8 @@ class TrialCache:
     def __init__(self) -> None:
         self.counts: Sequence[tuple[int, int]] = ()
         self._keys: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._index_keys: dict[tuple[int, int], torch.Tensor] = {}
+        self._picks: dict[tuple[int, int], torch.Tensor] = {}
         self._states: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
 
     def attend(
@@ -31,6 +33,7 @@ class TrialCache:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return attention [num_tokens, num_heads, head_size_v] over everything that each request has seen."""
         outputs, start = [], 0
@@ -44,8 +47,19 @@ class TrialCache:
                 if before is not None:
                     pair = torch.cat((before[0], pair[0])), torch.cat((before[1], pair[1]))
                 self._keys[request, owner] = pair
-            outputs.append(_attention(layer, query[rows], *self._keys[request, owner], sinks))
+            if inputs is not None and layer.index_topk is not None:
+                own = {name: states[rows] for name, states in inputs.items()}
+                self._picks[request, layer.index] = self._pick(request, layer.index, layer.index_topk, own)
+            picks = self._picks.get((request, layer.index if layer.index_from is None else layer.index_from))
+            outputs.append(_attention(layer, query[rows], *self._keys[request, owner], sinks, picks))
         return torch.cat(outputs).to(query.dtype)
+
+    def _pick(self, request: int, index: int, most: int, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return which keys of a request its new tokens attend to in a layer, [q, L] bool."""
+        before, new = self._index_keys.get((request, index)), inputs["index_key"].double()
+        keys = self._index_keys[request, index] = new if before is None else torch.cat((before, new))
+        seen = attention_oracle.visible(len(new), len(keys))
+        return attention_oracle.picked(inputs["index_query"], keys, inputs["index_weight"], seen, most)
 
     def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the outputs of a state layer, one row for each token."""
@@ -61,9 +75,13 @@ class TrialCache:
 
 
 def _attention(
-    layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+    seen: torch.Tensor | None,
 ) -> torch.Tensor:
-    seen = None
     if layer.chunk is not None:
         place = torch.arange(len(keys))
         own = place[len(keys) - len(query) :, None]

@@ -12,11 +12,11 @@ from slotline.registry.contracts.kv_spec import (
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
-from slotline.testing.environments.kv_spec import default_format
+from slotline.testing.environments.kv_spec import LATENT_KINDS, default_format, facts_of
 from slotline.testing.environments.state_spec import context_of, declared_kinds, holds_states
 from slotline.testing.subject import Subject
 
-KINDS = ("full", "sliding", "chunked", "mla", "mamba", "cross", "encoder_only")
+KINDS = ("full", "sliding", "chunked", "mla", "dsa", "mamba", "cross", "encoder_only")
 """Kinds of layers, the usual first; a spec that declares others is asked for the first of its own."""
 SIZES = (16, 32, 64, 48, 128, 256, 1)
 
@@ -51,14 +51,13 @@ def _block_context(run: Run) -> KVSpecContext:
         name="model.layers.0.self_attn",
         index=0,
         num_heads=4,
-        num_kv_heads=1 if kind == "mla" else 2,
+        num_kv_heads=1 if kind in LATENT_KINDS else 2,
         head_size=64,
         head_size_v=64,
         scale=0.125,
         window=size + 1 if kind == "sliding" else None,
         chunk=2 * size if kind == "chunked" else None,
-        mla=kind == "mla",
-        kv_kind=kind,
+        **facts_of(kind),
     )
     cache_format = default_format(run.subject)
     return KVSpecContext(

@@ -14,7 +14,7 @@ from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, PlanRequest, group_layers, group_states, negotiate
 from slotline.registry.negotiation.codes import code_of
 from slotline.testing.check import Case, Failed, Family, Level, NotApplicable, Run, check
-from slotline.testing.environments.kv_spec import default_format
+from slotline.testing.environments.kv_spec import LATENT_KINDS, default_format, facts_of
 from slotline.testing.environments.state_spec import (
     declared_kinds,
     holds_states,
@@ -71,8 +71,8 @@ def _of_blocks(subject: Subject, kind: str = "") -> PlanRequest:
                     layer,
                     window=64 if layer.kv_kind == "sliding" else None,
                     chunk=64 if layer.kv_kind == "chunked" else None,
-                    mla=layer.kv_kind == "mla",
-                    num_kv_heads=1 if layer.kv_kind == "mla" else 2,
+                    num_kv_heads=1 if layer.kv_kind in LATENT_KINDS else 2,
+                    **facts_of(layer.kv_kind),
                 )
             ]
         ),

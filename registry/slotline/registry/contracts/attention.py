@@ -37,6 +37,15 @@ Meaning of the inputs:
 * A position bias (`AttentionLayer.position_bias`, Raffel et al. 2020, arXiv 1910.10683, section 2.1) is added where
   ALiBi's would be: to the score of a query at position i with the key at position j, the head's number for the distance
   i - j, the last one for all greater distances. It is defined for causal attention of type ``decoder``.
+* An index (`AttentionLayer.index_topk`, "DeepSeek-V3.2", arXiv 2512.02556, section 2.1) picks the keys that a query
+  attends to. It has keys of its own, one vector for each token, which the cache holds beside the layer's keys. The
+  score of key j for a query is ``sum over heads h of index_weight[h] * max(0, index_query[h] . index_key_j)``, in
+  float32. Of the keys that the query would see without an index it attends to the `index_topk` with the highest
+  scores, and to all if there are no more. Of equal scores the lower positions are taken. The inputs ``index_query``
+  [num_tokens, index heads, index head size], ``index_key`` [num_tokens, index head size] and ``index_weight``
+  [num_tokens, index heads] float32 come with the layer. A layer with `index_from` has no such inputs and keeps no such
+  keys: each of its queries attends to the keys that the same query picked in that layer, which was called earlier in
+  the same step, for the same backend object and plan.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output is valid.
 * A returned LSE is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output is valid.
@@ -106,6 +115,10 @@ if TYPE_CHECKING:
     from slotline.registry.contracts.block_events import BlockEvents
 
 
+INDEX_INPUTS = ("index_query", "index_key", "index_weight")
+"""Names of the inputs of a layer whose index picks keys (`AttentionLayer.index_topk`)."""
+
+
 @frozen
 class LayerInput:
     """Tensor that a layer gets from its model beside query, key and value, one row for each token of the step.
@@ -147,6 +160,8 @@ class AttentionCapabilities:
         position_bias: support for a learned bias by head and distance (`AttentionLayer.position_bias`).
         encoder_window: support for windows in layers of type ``encoder_only``, in both directions.
         keys_ahead: support for tokens that see later ones of the same step (`AttentionBatch.keys_ahead`).
+        index_topk: support for layers whose index picks keys (`AttentionLayer.index_topk`). Their inputs are declared
+            in `layer_inputs`, and the format of their cache in `cache_formats`.
         mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
@@ -197,6 +212,7 @@ class AttentionCapabilities:
     sinks: Flag = Flag(False)
     alibi: Flag = Flag(Support.NOT_IMPLEMENTED)
     position_bias: Flag = Flag(Support.NOT_IMPLEMENTED)
+    index_topk: Flag = Flag(Support.NOT_IMPLEMENTED)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
     request_trees: Flag = Flag(Support.NOT_IMPLEMENTED)
     mla: Flag = Flag(Support.NOT_IMPLEMENTED)
@@ -248,6 +264,8 @@ class AttentionLayer:
         attention_type: ``decoder``, ``encoder_only`` or ``cross``.
         shares_kv_with: index of the layer whose cache it reads, None for its own.
         keys_ahead: True if a batch's `keys_ahead` applies. Such a layer has neither chunks nor ALiBi.
+        index_topk: most keys that a query attends to, picked by an index. None for all.
+        index_from: index of the earlier layer whose picks it uses, None for its own.
         inputs: what the model hands over beside query, key and value. If there are any, `write` and `forward` get one
             more argument by name, ``inputs``: a mapping from their names to tensors [num_tokens, *shape].
     """
@@ -270,6 +288,8 @@ class AttentionLayer:
     attention_type: str = "decoder"
     shares_kv_with: int | None = None
     keys_ahead: bool = False
+    index_topk: int | None = None
+    index_from: int | None = None
     inputs: tuple[LayerInput, ...] = ()
 
 

@@ -15,6 +15,10 @@ the cache's dtype. Any other name may be chosen by a plugin. These are defined h
   in a block sets its bounds to those of the block's slots up to the last one that it writes. Keys that an earlier step
   stored behind that slot (rejected drafts, or an earlier owner's) do not count. These are the summaries of Quest
   (arXiv 2406.10774, section 3.2).
+* ``latent_index``: for layers of latents with an index (`AttentionLayer.index_topk`). Tensor ``key`` holds the latents,
+  [1, head_size] of a token, and ``index_key`` the keys of the index, [index head size], both in the cache's dtype. A
+  layer that uses another layer's picks (`AttentionLayer.index_from`) has no ``index_key``. The values are the first
+  `head_size_v` numbers of ``key``.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ PLAIN = "plain"
 """The format of a `KVCache`."""
 
 INT8_TOKEN_HEAD = "int8_token_head"
+LATENT_INDEX = "latent_index"
 
 KEY_BOUNDS = "key_bounds"
 

@@ -317,6 +317,13 @@ _ALL = (
         "The backend approximates, for instance by leaving keys out, and nobody has named or allowed it.",
         "Name it in `attention.backend`, or set `attention.approximate = true`.",
     ),
+    _code(
+        "N185",
+        _R,
+        "index top-k",
+        "In longer texts the layers attend only to the keys that an index picks, and the backend attends to all.",
+        "Choose a backend that declares `index_topk`, or set `scheduler.max_model_len` to what the index picks.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -660,6 +667,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "keys_ahead": "N182",
         "layer_inputs": "N183",
         "exact": "N184",
+        "index_topk": "N185",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",

@@ -144,6 +144,9 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += ["tokens of an image see all of it"] if layer.keys_ahead else []
     facts += ["position bias"] if layer.position_bias is not None else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
+    facts += [f"index picks {layer.index_topk} keys"] if layer.index_topk is not None else []
+    if users := sum(one.index_from is not None for one in group.layers):
+        facts.append(f"{_count(users, 'layer')} by the picks of another")
     facts += [f"inputs {', '.join(each.name for each in layer.inputs)}"] if layer.inputs else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"

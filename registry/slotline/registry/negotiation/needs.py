@@ -120,6 +120,7 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "alibi": layer.alibi_slopes is not None,
         "keys_ahead": layer.keys_ahead,
         "position_bias": layer.position_bias is not None,
+        "index_topk": layer.index_topk is not None,
     }
     inputs = (("layer_inputs", each.name) for each in layer.inputs)
     for capability, value in (*facts.items(), *inputs):

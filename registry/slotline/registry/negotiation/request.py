@@ -288,11 +288,13 @@ def group_layers(
 
     The scale counts as a need too, because a backend may use it in its host-side plan of a step. Layers whose index is
     in `fast_prefill` have batches of their own and form separate groups. `last_queries` is the index of the layer that
-    may skip queries, which its group records.
+    may skip queries, which its group records. Layers that use the picks of others count as having their inputs.
     """
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
+    inputs = {layer.index: layer.inputs for layer in layers}
     for layer in layers:
-        members.setdefault((layer.index in fast_prefill, *_needs_of(layer)), []).append(layer)
+        given = inputs[layer.index if layer.index_from is None else layer.index_from]
+        members.setdefault((layer.index in fast_prefill, *_needs_of(layer), given), []).append(layer)
     seen: dict[str, int] = {}
     groups = []
     for (apart, *_), own in members.items():
@@ -309,4 +311,4 @@ def _needs_of(layer: AttentionLayer) -> tuple[object, ...]:
     shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.scale)
     biases = (layer.alibi_slopes, layer.position_bias)
     features = (layer.window, layer.chunk, layer.soft_cap, layer.sinks, *biases, layer.mla, layer.keys_ahead)
-    return (layer.kv_kind, layer.attention_type, shape, *features, layer.inputs)
+    return (layer.kv_kind, layer.attention_type, shape, *features, layer.index_topk)

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, frozen
 
 from slotline.registry.capability import Align
-from slotline.registry.contracts import FORMAT_DTYPES, PLAIN, AttentionLayer, KVSpecContext
+from slotline.registry.contracts import FORMAT_DTYPES, PLAIN, AttentionLayer, KVSpecContext, LayerInput
 from slotline.registry.errors import PluginError
 from slotline.testing.check import Case, Failed, NotApplicable, Run
 from slotline.testing.environments.state_spec import refuse_states
@@ -30,15 +30,22 @@ LATENTS = {
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 LAYOUTS = ("NHD", "HND")
-KNOWN_KINDS = ("full", "sliding", "chunked", "mla")
+KNOWN_KINDS = ("full", "sliding", "chunked", "mla", "dsa")
 """Kinds of layers whose visibility the suite knows; those of others are held to what holds for every kind."""
+LATENT_KINDS = ("mla", "dsa")
+INDEX = (
+    LayerInput("index_query", (2, 12)),
+    LayerInput("index_key", (12,)),
+    LayerInput("index_weight", (2,), "float32"),
+)
+"""Inputs of layers whose index picks keys."""
 
 
 def layer_of(
     shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None, chunk: int | None = None
 ) -> AttentionLayer:
     """Return a layer of one of the `SHAPES`."""
-    num_heads, num_kv_heads, head_size, head_size_v = (LATENTS if kind == "mla" else SHAPES)[shape]
+    num_heads, num_kv_heads, head_size, head_size_v = (LATENTS if kind in LATENT_KINDS else SHAPES)[shape]
     return AttentionLayer(
         name=f"layers.{index}",
         index=index,
@@ -49,15 +56,20 @@ def layer_of(
         scale=1.0,
         window=window,
         chunk=chunk,
-        mla=kind == "mla",
-        kv_kind=kind,
+        **facts_of(kind),
     )
+
+
+def facts_of(kind: str) -> dict[str, Any]:
+    """Return what layers of a kind have beside their shape, as fields of `AttentionLayer`."""
+    index = {"index_topk": 4, "inputs": INDEX} if kind == "dsa" else {}
+    return {"kv_kind": kind, "mla": kind in LATENT_KINDS, **index}
 
 
 def declared_kinds(subject: Subject) -> list[str]:
     """Return the kinds of layers that the spec declares, or the known ones if it accepts any."""
     values = subject.capabilities.kv_kinds.values
-    return list(KNOWN_KINDS) if values is None else sorted(values)
+    return list(KNOWN_KINDS[:4]) if values is None else sorted(values)
 
 
 def other_formats(subject: Subject) -> list[str]:
@@ -130,8 +142,7 @@ def group_cases(subject: Subject) -> list[Case]:
     for size in block_sizes(subject):
         if "full" in kinds:
             cases.append({"kind": "full", "block_size": size})
-        if "mla" in kinds:
-            cases.append({"kind": "mla", "block_size": size})
+        cases += [{"kind": kind, "block_size": size} for kind in LATENT_KINDS if kind in kinds]
         if "sliding" in kinds:
             windows = {1, 2, size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1} - {0}
             cases += [{"kind": "sliding", "window": window, "block_size": size} for window in sorted(windows)]

@@ -122,6 +122,24 @@ def attention(
     return Answer(out, torch.logsumexp(scores.double(), 2), largest)
 
 
+def picked(
+    query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, seen: torch.Tensor, most: int
+) -> torch.Tensor:
+    """Return, as [q, L] bool, the keys that an index picks for each query, with all arithmetic in float64.
+
+    Args:
+        query: [q, heads, size] of the index.
+        keys: [L, size] of the index.
+        weight: [q, heads].
+        seen: [q, L] bool, the keys that may be picked.
+        most: keys of one query. Of equal scores the first are picked.
+    """
+    products = torch.einsum("qhd,ld->qhl", query.double(), keys.double()).clamp_min(0.0)
+    scores = torch.einsum("qh,qhl->ql", weight.double(), products).masked_fill(~seen, -torch.inf)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :most]
+    return torch.zeros_like(seen).scatter(1, order, True) & seen
+
+
 def visible(num_queries: int, num_keys: int, *, window: int | None = None, causal: bool = True) -> torch.Tensor:
     """Return, as [q, L] bool, the keys that the last `num_queries` of `num_keys` tokens see."""
     position = torch.arange(num_keys)[None, :]
