@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import attrs
 import pytest
 import torch
 from mutant_trials import until_killed
+from peft import LoraConfig
 
+from slotline.conformance.lora.peft_fields import CHANGES, ELSEWHERE, HARMLESS
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts import LoraContext
 from slotline.registry.descriptor import Kind
@@ -61,6 +65,12 @@ def test_the_engine_sees_what_reaches_the_text(name):
 def test_adapters_are_swapped_while_the_engine_runs():
     (record,) = check_plugin(descriptor, only=lambda item: item.id == "lora.engine.text")
     assert record.details["swaps"] >= 3
+
+
+def test_every_field_of_pefts_configuration_is_set_by_a_check():
+    """A field that a new PEFT brings has to be looked at: does it change what PEFT computes?"""
+    fields = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert fields - set(HARMLESS) - set(CHANGES) - ELSEWHERE == set()
 
 
 def test_there_are_checks_at_every_level():

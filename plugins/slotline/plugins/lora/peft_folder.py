@@ -124,7 +124,7 @@ def _config(path: str) -> dict[str, Any]:
         raise RequestError(f"{path}: cannot read {CONFIG}: {error}", fix="name a folder that PEFT saved") from error
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise RequestError(f"{path}: {CONFIG} is of type {safe_repr(kind, 40)}", fix="use a LoRA adapter")
+        raise RequestError(f"{path}: {CONFIG} has peft_type = {safe_repr(kind, 40)}", fix="use a LoRA adapter")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_rank(rank) or not _is_alpha(alpha):
         raise RequestError(

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from slotline.conformance.lora import batches, contract, engine, fuzz, graphs, numerics, refusals, slots
+from slotline.conformance.lora import (
+    batches,
+    contract,
+    engine,
+    fuzz,
+    graphs,
+    numerics,
+    peft_fields,
+    refusals,
+    sizes,
+    slots,
+)
 
-__all__ = ["batches", "contract", "engine", "fuzz", "graphs", "numerics", "refusals", "slots"]
+__all__ = ["batches", "contract", "engine", "fuzz", "graphs", "numerics", "peft_fields", "refusals", "sizes", "slots"]

@@ -45,6 +45,21 @@ def slots_reload(run: Run) -> None:
             world.unload("a")
 
 
+@check(Kind.LORA, "lora.slots.third_time", Level.HOSTILE, cases=once, cost=0.15)
+def slots_third_time(run: Run) -> None:
+    """Names, slots and folders used five times, by adapters that are equal and others that only look equal."""
+    with LoraWorld(run) as world:
+        rank, equal = ranks(run.subject)[-1], world.adapter(ranks(run.subject)[-1])
+        folders = [world.write(equal) for _ in range(world.max_adapters)]
+        for turn in range(5):
+            for index, folder in enumerate(folders):
+                adapter = world.adapter(rank) if turn in (2, 3) else equal
+                world.load(f"a{index}", adapter, world.write(adapter, folder))
+            world.check([*world.loaded, None, *world.loaded], f"names, slots and folders of turn {turn + 1}")
+            for index in range(world.max_adapters):
+                world.unload(f"a{(index + turn) % world.max_adapters}")
+
+
 @check(Kind.LORA, "lora.slots.capacity", Level.HOSTILE, cases=once)
 def slots_capacity(run: Run) -> None:
     """One adapter more than max_adapters is refused with the number, changes nothing, and fits once one has left."""
@@ -54,7 +69,7 @@ def slots_capacity(run: Run) -> None:
             world.load(f"a{index}", world.adapter(ranks(run.subject)[-1]))
         extra = world.adapter(1)
         path, wanted = world.write(extra), str(world.max_adapters)
-        _refused_and_unchanged(world, "extra", path, wanted, (RequestError, CapacityError))
+        refused_and_unchanged(world, "extra", path, wanted, (RequestError, CapacityError))
         world.unload("a0")
         world.load("extra", extra)
         world.check(["extra", None, *world.loaded], "after the slot was freed")
@@ -92,7 +107,7 @@ def load_refuses(run: Run) -> None:
         if world.max_adapters == 1:
             world.unload("a")
         path, wanted = {**FAULTS, **VARIANTS}[run["fault"]](world)
-        _refused_and_unchanged(world, "faulty", path, wanted, (RequestError,))
+        refused_and_unchanged(world, "faulty", path, wanted, (RequestError,))
         world.load("faulty", world.adapter(1))  # the name and the slot are free
         while len(world.loaded) < world.max_adapters:
             world.load(f"b{len(world.loaded)}", world.adapter(1))
@@ -121,9 +136,10 @@ def load_patterns(run: Run) -> None:
         world.check(["a"] * 4, f"{run['pattern']} {pattern}")
 
 
-def _refused_and_unchanged(
+def refused_and_unchanged(
     world: LoraWorld, name: str, path: Path, wanted: str, errors: tuple[type[Exception], ...]
 ) -> None:
+    """Load a folder that must be refused by name, and compare the other adapters' shares before and after."""
     before = _shares(world, list(world.loaded))
     try:
         slot = world.lora.load(name, str(path))

@@ -8,8 +8,20 @@ from slotline.conformance.state import (
     pieces,
     refusals,
     rollback,
+    sizes,
     slots,
     underdeclared,
 )
 
-__all__ = ["contract", "graphs", "history", "numerics", "pieces", "refusals", "rollback", "slots", "underdeclared"]
+__all__ = [
+    "contract",
+    "graphs",
+    "history",
+    "numerics",
+    "pieces",
+    "refusals",
+    "rollback",
+    "sizes",
+    "slots",
+    "underdeclared",
+]

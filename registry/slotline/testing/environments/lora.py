@@ -28,6 +28,7 @@ _LINEAR_PARTS = ("lora_A.weight", "lora_B.weight")
 _NAMES = ("q_proj", "o_proj", "down_proj")
 _SIZES = ((48, 40), (32, 72), (56, 24))  # (in_features, out_features): all different, none a power of two throughout
 LAYERS = 2
+HIGHEST_RANK = 8
 EMBEDDING, _EMBEDDING_SIZES = "model.embed_tokens", (29, 40)  # (num_embeddings, embedding_dim)
 
 
@@ -45,6 +46,9 @@ class LoraWorld:
         rank: which half of each module a rank of two has, outputs of some and inputs of others. -1 for whole modules.
         parts: what it has, by module.
         batch_invariant: True if a token's contribution must be bitwise the same in any batch.
+        max_adapters, max_rank: slots, and the highest rank. What is declared limits both.
+        layers: numbers of the layers that the model has.
+        sizes: (in_features, out_features) of the modules of a layer.
         loaded: name -> (slot, adapter).
         single: True if the last plan was for one adapter.
         rng: generator of the assignment of adapters to tokens.
@@ -59,7 +63,9 @@ class LoraWorld:
     batch_invariant: bool = False
     max_adapters: int = 3
     max_tokens: int = 24
-    max_rank: int = field(init=False)
+    max_rank: int = HIGHEST_RANK
+    layers: Sequence[int] = range(LAYERS)
+    sizes: Sequence[tuple[int, int]] = _SIZES
     modules: dict[str, tuple[int, int]] = field(init=False)
     elsewhere: dict[str, tuple[int, int]] = field(init=False, factory=dict)
     parts: dict[str, ModulePart] = field(init=False, factory=dict)
@@ -78,9 +84,11 @@ class LoraWorld:
     def __attrs_post_init__(self) -> None:
         subject = self.run.subject
         self.dtype = self.dtype or dtypes_of(subject)[0]
-        self.max_rank = min(8, subject.capabilities.max_rank.limit or 8)
+        self.max_rank = min(self.max_rank, subject.capabilities.max_rank.limit or self.max_rank)
         self.max_adapters = min(self.max_adapters, subject.capabilities.max_adapters.limit or self.max_adapters)
-        self.modules = modules_of(subject) | ({EMBEDDING: _EMBEDDING_SIZES} if self.embeds else {})
+        self.modules = modules_of(subject, self.layers, self.sizes) | (
+            {EMBEDDING: _EMBEDDING_SIZES} if self.embeds else {}
+        )
         if self.staged:
             self.elsewhere = {path: sizes for path, sizes in self.modules.items() if ".layers.1." in path}
             self.modules = {path: sizes for path, sizes in self.modules.items() if path not in self.elsewhere}
@@ -160,8 +168,14 @@ class LoraWorld:
         rounded = {name: (a.to(self.torch_dtype), b.to(self.torch_dtype)) for name, (a, b) in weights.items()}
         return Adapter(rounded, rank, alpha, rslora)
 
-    def write(self, adapter: Adapter, **config: Any) -> Path:
-        """Write the adapter as a PEFT folder, every second one in float32, as training does."""
+    def write(self, adapter: Adapter, folder: Path | None = None, **config: Any) -> Path:
+        """Write the adapter as a PEFT folder, every second one in float32, as training does.
+
+        Args:
+            adapter: the adapter.
+            folder: one that was written before, whose files are replaced. By default a new one.
+            config: further fields of the configuration.
+        """
         self.written += 1
         dtype = torch.float32 if self.written % 2 else self.torch_dtype
         tensors = {}
@@ -169,12 +183,18 @@ class LoraWorld:
             first, second = ("lora_embedding_A", "lora_embedding_B") if module == EMBEDDING else _LINEAR_PARTS
             tensors[f"base_model.model.{module}.{first}"] = a.to(dtype).contiguous()
             tensors[f"base_model.model.{module}.{second}"] = b.to(dtype).contiguous()
-        return self.write_files(tensors, {**peft_config(adapter), **config})
+        return self.write_files(tensors, {**peft_config(adapter), **config}, folder)
 
-    def write_files(self, tensors: Mapping[str, torch.Tensor] | None, config: Mapping[str, Any] | None) -> Path:
-        """Write a new folder with the two files, or without one of them."""
-        folder = Path(self._folder.name, f"adapter_{self.written}_{len(list(Path(self._folder.name).iterdir()))}")
-        folder.mkdir()
+    def write_files(
+        self,
+        tensors: Mapping[str, torch.Tensor] | None,
+        config: Mapping[str, Any] | None,
+        folder: Path | None = None,
+    ) -> Path:
+        """Write a new folder, or `folder` again, with the two files, or without one of them."""
+        if folder is None:
+            folder = Path(self._folder.name, f"adapter_{self.written}_{len(list(Path(self._folder.name).iterdir()))}")
+            folder.mkdir()
         if tensors is not None:
             save_file(dict(tensors), folder / "adapter_model.safetensors")
         if config is not None:
@@ -327,8 +347,10 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def modules_of(subject: Subject) -> dict[str, tuple[int, int]]:
-    """Return two layers with up to three of the declared modules each: path -> (in_features, out_features).
+def modules_of(
+    subject: Subject, layers: Sequence[int] = range(LAYERS), sizes: Sequence[tuple[int, int]] = _SIZES
+) -> dict[str, tuple[int, int]]:
+    """Return layers with up to three of the declared modules each: path -> (in_features, out_features).
 
     Raises:
         NotApplicable: if none is declared.
@@ -337,9 +359,7 @@ def modules_of(subject: Subject) -> dict[str, tuple[int, int]]:
     names = _NAMES if declared is None else tuple(sorted(declared))[:3]
     if not names:
         raise NotApplicable("no target module is declared")
-    return {
-        f"model.layers.{layer}.{name}": _SIZES[index] for layer in range(LAYERS) for index, name in enumerate(names)
-    }
+    return {f"model.layers.{layer}.{name}": size for layer in layers for name, size in zip(names, sizes, strict=False)}
 
 
 def dtypes_of(subject: Subject) -> tuple[str, ...]:

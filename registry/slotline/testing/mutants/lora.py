@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from slotline.registry.capability import Flag
 from slotline.registry.contracts import LoraContext
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import CapacityError, RequestError
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import lora as reference
@@ -224,6 +225,170 @@ class TakesTheSlotFirst(PaddedSlots):
         return slot
 
 
+# --- sizes where kernels break
+
+
+class EightSlots(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(torch.where(slots < 0, slots, slots % 8))
+
+
+class SlotsByByte(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(torch.where(slots < 32, slots, -1))  # a bit for each slot in one int32
+
+
+class RankInTiles(PaddedSlots):
+    tile = 16
+
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        whole = max(adapter.rank // self.tile * self.tile, self.tile)
+        super().write(slot, LoadedAdapter(self.cut(adapter.weights, whole), adapter.rank, adapter.scale))
+
+    def cut(self, weights: dict[str, Any], rank: int) -> dict[str, Any]:
+        return {module: (a[:rank], b[:, :rank]) for module, (a, b) in weights.items()}
+
+
+class RankInWideTiles(RankInTiles):
+    tile = 64
+
+
+class FirstTileOfRank(RankInTiles):
+    def cut(self, weights: dict[str, Any], rank: int) -> dict[str, Any]:
+        return super().cut(weights, self.tile)
+
+
+class SecondHalfOfRankFirst(RankInTiles):
+    def cut(self, weights: dict[str, Any], rank: int) -> dict[str, Any]:
+        return {module: (a, b if len(a) <= self.tile else b.roll(1, 1)) for module, (a, b) in weights.items()}
+
+
+class ScaleOfRankEight(PaddedSlots):
+    def scale(self, config: dict[str, Any]) -> float:
+        return super().scale({**config, "r": min(int(config["r"]), 8)})
+
+
+class SwapsSquare(PaddedSlots):
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        found = super().weights(path, tensors, rank)
+        return {m: (b.T, a.T) if a.shape[1] == b.shape[0] else (a, b) for m, (a, b) in found.items()}
+
+
+class SwapsByShape(PaddedSlots):
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        found = super().weights(path, tensors, rank)
+        return {m: (b, a) if a.shape == b.shape else (a, b) for m, (a, b) in found.items()}
+
+
+class WideInputs(PaddedSlots):
+    most = 512
+
+    def rows(self, module: str, inputs: torch.Tensor) -> torch.Tensor:
+        rows = super().rows(module, inputs).clone()
+        rows[:, self.most :] = 0
+        return rows
+
+
+class TailOfOutputs(PaddedSlots):
+    def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
+        share = super().share(module, slot, inputs)
+        if share.shape[1] > 128:
+            share[:, share.shape[1] // 128 * 128 :] = 0
+        return share
+
+
+class LayerByDigit(PaddedSlots):
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        found = super().weights(path, tensors, rank)
+        return {module: self.same_digit(module, found) if ".layers." in module else found[module] for module in found}
+
+    def same_digit(self, module: str, found: dict[str, Any]) -> Any:
+        before, _, after = module.partition(".layers.")
+        number, _, name = after.partition(".")
+        return found.get(f"{before}.layers.{number[-1]}.{name}", found[module])
+
+
+class LayerByBeginning(PaddedSlots):
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        found = dict(adapter.weights)
+        for module in self.a:
+            layer, _, name = module.rpartition(".")
+            for other, weights in adapter.weights.items():
+                if other.endswith(name) and layer.startswith(other.rpartition(".")[0]):
+                    found.setdefault(module, weights)
+        super().write(slot, LoadedAdapter(found, adapter.rank, adapter.scale))
+
+
+class ShortBatches(PaddedSlots):
+    most = 512
+
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        super().apply(module, inputs[: self.most], out[: self.most])
+
+
+class BatchesInTiles(PaddedSlots):
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        whole = len(inputs) // 32 * 32 if len(inputs) > 32 else len(inputs)
+        super().apply(module, inputs[:whole], out[:whole])
+
+
+class SegmentsOfTwoHundred(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(slots)
+        runs = (slots[:-1] != slots[1:]).cumsum(0)
+        if len(slots) > 256 and int(runs[-1]) == 1:  # one long segment and a short one, taken for one
+            self.planned[: len(slots)] = slots[0]
+
+
+# --- the third time
+
+
+class FreesTwice(PaddedSlots):
+    unloads = 0
+
+    def free_slot(self, name: str) -> int:
+        slot = super().free_slot(name)
+        return slot if self.unloads < 2 * self.context.max_adapters else 0
+
+    def unload(self, name: str) -> None:
+        super().unload(name)
+        self.unloads += 1
+
+
+class KnowsTheFolder(PaddedSlots):
+    def __init__(self, context: LoraContext) -> None:
+        super().__init__(context)
+        self.known: dict[str, LoadedAdapter] = {}
+
+    def read(self, path: str) -> LoadedAdapter:
+        found = self.known.get(Path(path).name) or super().read(path)
+        self.known[Path(path).name] = found
+        return found
+
+
+class CountsLoads(PaddedSlots):
+    loads = 0
+
+    def load(self, name: str, path: str) -> int:
+        self.loads += 1
+        if self.loads > 3 * self.context.max_adapters:
+            raise CapacityError("the table of adapters is full", fix="start again")
+        return super().load(name, path)
+
+
+class WritesOnce(PaddedSlots):
+    def __init__(self, context: LoraContext) -> None:
+        super().__init__(context)
+        self.held: dict[int, tuple[int, ...]] = {}
+
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        shape = (adapter.rank, len(adapter.weights), self.held.get(slot, (0, 0, 0))[2] + 1)
+        if shape[2] > 2 and shape[:2] == self.held[slot][:2]:
+            return  # the slot has had such an adapter twice, so it must be there
+        self.held[slot] = shape
+        super().write(slot, adapter)
+
+
 # --- folders that must be refused
 
 
@@ -267,6 +432,55 @@ class IgnoresAlphaPattern(IgnoresVariants):
 
 class IgnoresSavedModules(IgnoresVariants):
     ignores = "modules_to_save"
+
+
+class IgnoresReplication(IgnoresVariants):
+    ignores = "layer_replication"
+
+
+class IgnoresBiases(IgnoresVariants):
+    ignores = "lora_bias"
+
+
+class IgnoresEveryField(PaddedSlots):
+    fields = ("use_qalora", "alora_invocation_tokens", "target_parameters", "trainable_token_indices", "arrow_config")
+
+    def read(self, path: str) -> LoadedAdapter:
+        config = reference.read_config(path)
+        if any(config.get(name) for name in self.fields):
+            weights = load_file(f"{path}/adapter_model.safetensors")
+            rank = int(config["r"])
+            return LoadedAdapter(self.weights(path, weights, rank), rank, self.scale(config))
+        return super().read(path)
+
+
+class IgnoresTheStart(IgnoresEveryField):
+    fields = ("init_lora_weights",)
+
+
+class OtherTypes(IgnoresEveryField):
+    fields = ("peft_type",)
+
+
+class DropsOut(PaddedSlots):
+    def scale(self, config: dict[str, Any]) -> float:
+        return super().scale(config) * (1 - float(config.get("lora_dropout", 0)))
+
+
+class Transposes(PaddedSlots):
+    def read(self, path: str) -> LoadedAdapter:
+        if reference.read_config(path).get("fan_in_fan_out"):
+            found = super().read(path)
+            flipped = {module: (a.flip(1), b) for module, (a, b) in found.weights.items()}
+            return LoadedAdapter(flipped, found.rank, found.scale)
+        return super().read(path)
+
+
+class TrainedOnly(PaddedSlots):
+    def read(self, path: str) -> LoadedAdapter:
+        if not reference.read_config(path).get("inference_mode", True):
+            raise RequestError(f"{path}: inference_mode is off")
+        return super().read(path)
 
 
 class NamelessRefusals(PaddedSlots):
@@ -323,6 +537,36 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("ignores-dora", "loads a DoRA adapter as a plain one", Level.HOSTILE, IgnoresDora),
     _mutant("ignores-pattern", "leaves out alpha_pattern", Level.HOSTILE, IgnoresAlphaPattern),
     _mutant("ignores-saved", "leaves out modules_to_save", Level.HOSTILE, IgnoresSavedModules),
+    _mutant("eight-slots", "takes a slot's last three bits", Level.HOSTILE, EightSlots),
+    _mutant("slots-by-bit", "has a bit for each of 32 slots", Level.HOSTILE, SlotsByByte),
+    _mutant("rank-tiles", "leaves out what a rank has behind tiles of 16", Level.NUMERICS, RankInTiles),
+    _mutant("wide-rank-tiles", "leaves out what a rank has behind tiles of 64", Level.NUMERICS, RankInWideTiles),
+    _mutant("first-tile", "takes the first 16 of a higher rank", Level.NUMERICS, FirstTileOfRank),
+    _mutant("rolled-rank", "pairs A and B of ranks above 16 one off", Level.NUMERICS, SecondHalfOfRankFirst),
+    _mutant("scale-of-eight", "divides alpha by 8 at most", Level.NUMERICS, ScaleOfRankEight),
+    _mutant("swaps-square", "swaps A and B of square modules", Level.NUMERICS, SwapsSquare),
+    _mutant("swaps-by-shape", "tells A from B by their shapes", Level.NUMERICS, SwapsByShape),
+    _mutant("wide-inputs", "reads 512 inputs at most", Level.NUMERICS, WideInputs),
+    _mutant("tail-of-outputs", "leaves out outputs behind tiles of 128", Level.NUMERICS, TailOfOutputs),
+    _mutant("layer-by-digit", "finds layers by their last digit", Level.HOSTILE, LayerByDigit),
+    _mutant("layer-by-beginning", "finds layers by how their names begin", Level.HOSTILE, LayerByBeginning),
+    _mutant("short-batches", "adds to 512 tokens at most", Level.HOSTILE, ShortBatches),
+    _mutant("batches-in-tiles", "leaves out tokens behind tiles of 32", Level.HOSTILE, BatchesInTiles),
+    _mutant(
+        "long-segment", "takes a short segment behind a long one for part of it", Level.HOSTILE, SegmentsOfTwoHundred
+    ),
+    _mutant("frees-twice", "hands out slot 0 after many unloads", Level.HOSTILE, FreesTwice),
+    _mutant("knows-the-folder", "does not read a folder again that has changed", Level.HOSTILE, KnowsTheFolder),
+    _mutant("counts-loads", "has room for a number of loads in all", Level.HOSTILE, CountsLoads),
+    _mutant("writes-twice", "does not write a like adapter the third time", Level.HOSTILE, WritesOnce),
+    _mutant("ignores-replication", "leaves out layer_replication", Level.HOSTILE, IgnoresReplication),
+    _mutant("ignores-biases", "leaves out lora_bias", Level.HOSTILE, IgnoresBiases),
+    _mutant("ignores-fields", "leaves out fields that change the result", Level.HOSTILE, IgnoresEveryField),
+    _mutant("ignores-start", "loads what belongs to other base weights", Level.HOSTILE, IgnoresTheStart),
+    _mutant("other-types", "takes other kinds of adapter for LoRA", Level.HOSTILE, OtherTypes),
+    _mutant("drops-out", "scales by what dropout leaves", Level.HOSTILE, DropsOut),
+    _mutant("transposes", "turns A around with fan_in_fan_out", Level.HOSTILE, Transposes),
+    _mutant("trained-only", "refuses an adapter saved while training", Level.HOSTILE, TrainedOnly),
     _mutant("nameless", "refuses without saying what is wrong", Level.HOSTILE, NamelessRefusals),
     _mutant("undeclared-rslora", "takes a variant it does not declare", Level.HOSTILE, PaddedSlots, base=_PLAIN_ONLY),
 )

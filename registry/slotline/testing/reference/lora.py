@@ -17,7 +17,24 @@ from slotline.registry.contracts import LoraCapabilities, LoraContext
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, RequestError
 
-_UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication")
+_UNSUPPORTED = (
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "ensure_weight_tying",
+    "use_bdlora",
+    "monteclora_config",
+    "kasa_config",
+)
+_OTHER_BASE = ("pissa", "corda", "olora", "loftq")
 _PREFIX = "base_model.model."
 
 
@@ -156,6 +173,8 @@ class PaddedSlots:
         for key in _UNSUPPORTED:
             if config.get(key):
                 raise RequestError(f"{path}: {key} = {config[key]!r} is not supported")
+        if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
+            raise RequestError(f"{path}: init_lora_weights = {config['init_lora_weights']!r} changes the base model")
         rank = int(config["r"])
         if rank > self.context.max_rank:
             raise RequestError(f"{path}: rank {rank} is above the highest, {self.context.max_rank}")
@@ -226,7 +245,7 @@ def read_config(path: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("r"), int) or "lora_alpha" not in config:
         raise RequestError(f"{path}: adapter_config.json gives no rank r and no lora_alpha")
     if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
-        raise RequestError(f"{path}: only LoRA without bias is supported, not {config}")
+        raise RequestError(f"{path}: only peft_type LORA without bias is supported, not {config}")
     return config
 
 

@@ -6,10 +6,10 @@ A mutant declares only the kind of layer that it gets wrong, and float32, so tha
 from __future__ import annotations
 
 from slotline.testing.mutants import Correct, Mutant
-from slotline.testing.mutants.state import arithmetic, bookkeeping, speculation
+from slotline.testing.mutants.state import arithmetic, bookkeeping, sizes, speculation
 from slotline.testing.reference.state import chunked_descriptor, descriptor
 
-MUTANTS: tuple[Mutant, ...] = (*arithmetic.MUTANTS, *bookkeeping.MUTANTS, *speculation.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (*arithmetic.MUTANTS, *bookkeeping.MUTANTS, *speculation.MUTANTS, *sizes.MUTANTS)
 
 CORRECT: tuple[Correct, ...] = (
     Correct("token by token; rolls back to kept states", descriptor),
