@@ -564,7 +564,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("ignores-fields", "leaves out fields that change the result", Level.HOSTILE, IgnoresEveryField),
     _mutant("ignores-start", "loads what belongs to other base weights", Level.HOSTILE, IgnoresTheStart),
     _mutant("other-types", "takes other kinds of adapter for LoRA", Level.HOSTILE, OtherTypes),
-    _mutant("drops-out", "scales by what dropout leaves", Level.HOSTILE, DropsOut),
+    _mutant("drops-out", "scales by what dropout leaves", Level.NUMERICS, DropsOut),
     _mutant("transposes", "turns A around with fan_in_fan_out", Level.HOSTILE, Transposes),
     _mutant("trained-only", "refuses an adapter saved while training", Level.HOSTILE, TrainedOnly),
     _mutant("nameless", "refuses without saying what is wrong", Level.HOSTILE, NamelessRefusals),
