@@ -130,7 +130,7 @@ def load_patterns(run: Run) -> None:
         else:
             adapter, pattern = Adapter(full.weights, rank, full.alpha, alphas={module: 40}), {module: 40}
         try:
-            world.load("a", adapter, world.write(adapter, **{run["pattern"]: pattern}))
+            world.load("a", adapter, world.write(adapter, None, **{run["pattern"]: pattern}))
         except RequestError:
             return
         world.check(["a"] * 4, f"{run['pattern']} {pattern}")

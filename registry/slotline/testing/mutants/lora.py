@@ -443,7 +443,13 @@ class IgnoresBiases(IgnoresVariants):
 
 
 class IgnoresEveryField(PaddedSlots):
-    fields = ("use_qalora", "alora_invocation_tokens", "target_parameters", "trainable_token_indices", "arrow_config")
+    fields: tuple[str, ...] = (
+        "use_qalora",
+        "alora_invocation_tokens",
+        "target_parameters",
+        "trainable_token_indices",
+        "arrow_config",
+    )
 
     def read(self, path: str) -> LoadedAdapter:
         config = reference.read_config(path)
