@@ -28,6 +28,7 @@ from slotline.core import LLM, AsyncLLM, RequestOutput, SamplingParams, Structur
 from slotline.core.engine.engine import Engine
 from slotline.llm.beam_search import BeamSearchParams
 from slotline.ranks.replicas.replica_front import ReplicaFront
+from slotline.ranks.replicas.reports import NAME
 from slotline.registry.errors import ConfigError, NegotiationError, RankError, RequestError
 from slotline.registry.lora_request import LoRARequest
 
@@ -87,6 +88,46 @@ def test_mixed_prompts_have_the_outputs_of_one_engine(replicas: LLM, one: LLM) -
         assert list(map(plain, replicas.generate(prompts, params))) == list(map(plain, one.generate(prompts, params)))
     assert [load.running + load.waiting for load in replicas.front.loads] == [0, 0]
     assert replicas.front.router.loads == [0, 0]
+
+
+def test_the_front_knows_what_each_replica_holds(replicas: LLM) -> None:
+    """After evictions too: the cache is far smaller than what was sent."""
+    front = replicas.front
+    assert isinstance(front, ReplicaFront)
+    assert front.told is not None
+    replicas.generate([f"x{n} = [" + "1, 2, 3, " * (n % 7) for n in range(40)], SamplingParams(max_tokens=9))
+    held = front.ask(held_names, front.told.group)
+    replicas.generate(["done"], SamplingParams(max_tokens=1))  # whose end comes with all that came before
+    told = front.router.held
+    assert all(found <= names for found, names in zip(held, told, strict=True))
+    assert front.ask(held_names, front.told.group) == told
+    assert all(len(names) > 5 for names in told)
+
+
+def held_names(engine: Engine, group: int) -> set[bytes]:
+    return {one[:NAME] for number, one in engine.scheduler.cache.pool.findable().values() if number == group}
+
+
+@pytest.mark.slow
+def test_conversations_return_to_the_replica_that_holds_them() -> None:
+    """Each turn finds all of the turn before. By load alone it finds it on the wrong replica."""
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    hits = dict[str, int]()
+    for routing in ("held", "load"):
+        with replicas_as_threads():
+            llm = LLM(**{**CHECKED, "parallel.routing": routing})
+            prompts, cached = [[9 + n] * 20 for n in range(8)], 0
+            for _ in range(4):
+                outputs = llm.generate(prompts, params)
+                cached += sum(output.metrics.num_cached_tokens for output in outputs)
+                turns = [[*output.prompt_token_ids, *output.outputs[0].token_ids, 5] for output in outputs]
+                prompts = turns[1:] + turns[:1]  # the next turn of each comes when it is the other replica's turn
+            whole = 8 * sum((20 + 9 * turn + 7) // 16 * 16 for turn in range(3))
+            assert cached == whole or routing == "load"
+            hits[routing] = cached
+            assert ("replicas tell which prefixes" in llm.plan.explain()) == (routing == "held")
+            llm.front.close()
+    assert hits["load"] < hits["held"] / 1.5
 
 
 def test_both_replicas_work_and_equal_prompts_find_their_prefix(replicas: LLM) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slotline.ranks.replicas.reports import NAME, PrefixNews
 from slotline.ranks.replicas.router import BLOCK, WORTH, Router
 
 MARGIN = 4000
@@ -53,6 +54,34 @@ def test_what_was_not_used_for_long_is_forgotten_from_its_end() -> None:
 
     assert after(2 * BLOCK * WORTH) == 0
     assert after(2 * BLOCK * WORTH + 1) == 1
+
+
+def news(stored: list[bytes], removed: list[bytes] | None = None, *, cleared: bool = False) -> PrefixNews:
+    return PrefixNews(cleared, b"".join(removed or []), b"".join(stored))
+
+
+def test_the_replica_that_holds_the_longest_prefix_gets_the_request_while_it_holds_it() -> None:
+    router = Router(2, margin=MARGIN, remembered=100)
+    names = [bytes([number] * NAME) for number in range(6)]
+    router.learn(1, news(names[:4]))
+    router.learn(0, news(names[:2]))
+    assert router.route_held(names, 16, 10) == 1
+    router.ended(1, 10, names)
+    router.learn(1, news([], names[1:4]))  # it had to give them up, and nobody is asked to forget them
+    assert router.route_held(names, 16, 10) == 0
+    assert router.route_held(names, 16, 10) == 0  # which computes the rest
+    router.assign(0, 6 * 16 * WORTH + 1)
+    assert router.route_held(names, 16, 0) == 1
+    for _ in range(2):
+        router.ended(0, 10, names)
+    router.ended(1, 0, names)
+    router.learn(0, news([], cleared=True))
+    router.assign(0, -6 * 16 * WORTH - 1)
+    assert router.route_held(names, 16, 0) == 1  # it has the first block
+    router.forget()
+    router.ended(1, 0, names)
+    assert router.route_held(names, 16, 0) == 0
+    assert router.loads == [0, 0]
 
 
 def test_without_prefix_caching_nothing_is_remembered() -> None:

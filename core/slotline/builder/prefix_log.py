@@ -122,9 +122,20 @@ class LoggedWatchedPool(LoggedPool, WatchedPool):
     """Block pool that notes both what happens to blocks and what happens to prefixes."""
 
 
+def tells_prefixes(planned: Planned) -> bool:
+    """Return whether replicas of a plan tell the front which prefixes they hold."""
+    parallel = planned.loaded.config.parallel
+    return (
+        parallel.data > 1
+        and parallel.routing == "held"
+        and planned.plan.prefix_caching
+        and bool(planned.plan.cache_groups)
+    )
+
+
 def pool_of(planned: Planned, groups: Sequence[CacheGroup], num_blocks: int) -> BlockPool:
     """Return the pool of a plan. It has logs where plugins read them, and that of `groups` if it is watched."""
-    logged = any(extension.capabilities.prefix_events for extension in planned.all_extensions)
+    logged = tells_prefixes(planned) or any(one.capabilities.prefix_events for one in planned.all_extensions)
     if not listens(planned):
         return (LoggedPool if logged else BlockPool)(num_blocks)
     logs = [group.log for group in groups if isinstance(group, WatchedGroup)]

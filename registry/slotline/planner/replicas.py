@@ -73,8 +73,26 @@ def replicas_setting(loaded: LoadedConfig) -> tuple[Setting, ...]:
             key=KEY,
             asked=str(number),
             resolved=str(number),
-            origin=f"{loaded.origins[KEY].where}: each replica has {each}, {weights} and a cache of its own; "
-            "requests go by shared prefixes and by load",
+            origin=f"{loaded.origins[KEY].where}: each replica has {each}, {weights} and a cache of its own",
             explicit=True,
         ),
+        _routing(loaded),
     )
+
+
+_ROUTING = {
+    "held": "replicas tell which prefixes their caches hold; a request goes where most of its own is, unless the load "
+    "there is too high",
+    "sent": "a request goes where most of its prefix was sent before, unless the load there is too high",
+    "load": "a request goes to the replica with the least load",
+}
+
+
+def _routing(loaded: LoadedConfig) -> Setting:
+    """Return the record of how replicas are chosen."""
+    asked, key = loaded.config.parallel.routing, "parallel.routing"
+    resolved, why = asked, _ROUTING[asked]
+    if asked != "load" and loaded.config.cache.prefix_caching is False:
+        resolved, why = "load", "cache.prefix_caching is false"
+    origin = loaded.origins[key]
+    return Setting(key=key, asked=asked, resolved=resolved, origin=f"{origin.where}: {why}", explicit=False)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slotline.builder.engine_builder import log_warnings
+from slotline.builder.prefix_log import tells_prefixes
 from slotline.builder.request_services import build_parser, limits_of, load_tokenizer
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
@@ -21,6 +22,7 @@ from slotline.planner.ranks import layout_of
 from slotline.ranks.launchers import refuse_replicas_elsewhere
 from slotline.ranks.replicas.front_requests import SentRequest
 from slotline.ranks.replicas.growth import Growth, ScaleReport
+from slotline.ranks.replicas.held_prefixes import told_blocks
 from slotline.ranks.replicas.replica_front import FrontHandOut, ReplicaFront
 from slotline.ranks.replicas.replica_links import ReplicaLinks
 from slotline.ranks.replicas.reports import Load, load_of
@@ -62,7 +64,9 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
     parser = build_parser(planned, tokenizer)
     links = ReplicaLinks(loaded, planned.plan.digest)
     memory = links.replicas[0].ready.result().memory
-    tokens = planned.plan.block_size * memory.num_blocks if memory and planned.plan.prefix_caching else 0
+    routing = loaded.config.parallel.routing
+    cached = bool(memory) and planned.plan.prefix_caching and routing != "load"
+    tokens = planned.plan.block_size * memory.num_blocks if memory and cached else 0
     front = ReplicaFront(
         plan=planned.plan,
         model_folder=facts.path,
@@ -72,6 +76,7 @@ def _start_replicas(loaded: LoadedConfig) -> ReplicaFront:
             margin=_MARGIN * loaded.config.scheduler.max_batched_tokens,
             remembered=tokens // BLOCK,
         ),
+        told=told_blocks(planned.plan) if tells_prefixes(planned) else None,
         limits=limits_of(planned, tokenizer),
         eos_token_ids=facts.eos_token_ids,
         tokenizer=tokenizer,

@@ -131,12 +131,13 @@ class FrontReader:
     """Reader of prompts with items besides text. Replicas read them in turn, since they have the model's processor.
 
     Attributes:
-        placeholders, cross, raw: those of an engine's reader.
+        placeholders, cross, raw, prompt, decoder_start: those of an engine's reader.
     """
 
     def __init__(self, links: Calls) -> None:
         self._links, self._turns = links, count()
-        self.placeholders, self.cross, self.raw = results(links.call(_placeholders, only=0))[0]
+        facts: tuple[Any, ...] = results(links.call(_placeholders, only=0))[0]
+        self.placeholders, self.cross, self.raw, self.prompt, self.decoder_start = facts
 
     def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Any, ...]]:
         """Return the prompt's tokens as the model reads them, and its items in order.
@@ -191,9 +192,9 @@ def _adapter_of(request: SentRequest) -> int | None:
     return None if adapter is None else adapter.lora_int_id
 
 
-def _placeholders(engine: Engine) -> tuple[dict[str, int], frozenset[str], int | None]:
+def _placeholders(engine: Engine) -> tuple[Any, ...]:
     reader = engine.extension("multimodal").reader
-    return reader.placeholders, reader.cross, reader.raw
+    return reader.placeholders, reader.cross, reader.raw, reader.prompt, reader.decoder_start
 
 
 def _read(engine: Engine, token_ids: list[int], data: dict[str, Any]) -> tuple[list[int], tuple[Any, ...]]:

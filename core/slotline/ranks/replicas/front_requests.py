@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -36,6 +37,7 @@ class SentRequest(Request):
         key: its number, which is never used again.
         replica: number of the replica that has it.
         weight: what it adds to the load there.
+        routed_by: names of the prefixes that its replica was chosen by.
         refusal: why the replica refused it, None if it did not.
         pooled: the public form of its answer.
         aborted: whether its end has been asked for.
@@ -44,6 +46,7 @@ class SentRequest(Request):
     key: int
     replica: int = -1
     weight: int
+    routed_by: Sequence[bytes] = ()
     aborted: bool = False
     refusal: BaseException | None = None
     pooled: Any = None

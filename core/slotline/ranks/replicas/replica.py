@@ -25,6 +25,7 @@ from slotline.planner.experts import replicas_share_experts
 from slotline.planner.ranks import layout_of
 from slotline.ranks.child import be_child_of
 from slotline.ranks.logs import log_as
+from slotline.ranks.replicas.held_prefixes import PrefixTeller
 from slotline.ranks.replicas.regroup import start_alone
 from slotline.ranks.replicas.reports import (
     ADDRESS,
@@ -98,12 +99,14 @@ class Replica:
     _ended: list[End] = field(factory=list, init=False)
     _others: int = field(default=0, init=False)
     _sharing: SharingEngine | None = field(init=False)
+    _teller: PrefixTeller | None = field(init=False)
     _keys: npt.NDArray[np.int64] = field(init=False)
     _seen: npt.NDArray[np.int64] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         size = self.engine.rows.max_requests
         self._keys, self._seen = np.zeros(size, np.int64), np.full(size, -1)
+        self._teller = PrefixTeller.of(self.engine)
         self._sharing = self.engine if isinstance(self.engine, SharingEngine) else None
         if self._sharing is not None:
             self._sharing.called = lambda: self._inbox.put(_CALLED)
@@ -286,6 +289,7 @@ class Replica:
                 self._ended,
                 load_of(self.engine),
                 raised,
+                None if self._teller is None else self._teller.news(),
             )
         )
         self._refused, self._ended, self._others, self._reported = [], [], 0, time.monotonic()

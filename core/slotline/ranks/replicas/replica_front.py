@@ -27,6 +27,7 @@ from slotline.ranks.ranked_engine import interrupts_later
 from slotline.ranks.replicas.front_extensions import FrontAdapters, FrontMultimodal, FrontPooling, FrontReader, results
 from slotline.ranks.replicas.front_requests import NOBODY, FrontRows, SentRequest, sent_request
 from slotline.ranks.replicas.growth import Growth, ScaleReport
+from slotline.ranks.replicas.held_prefixes import ToldBlocks
 from slotline.ranks.replicas.outboxes import Outboxes
 from slotline.ranks.replicas.replica_links import ReplicaLink, ReplicaLinks
 from slotline.ranks.replicas.reports import Abort, Add, Load, Report
@@ -80,6 +81,7 @@ class ReplicaFront:
         requests: the unfinished, by id. Those that are being aborted have other keys.
         rows: has the requests by the numbers that stand for rows in the results of `step`.
         growth: starts further replicas.
+        told: the blocks that replicas tell of, None if they are chosen by other things.
         reloads: number of times that the weights were read again.
         weights: the folder that they were read from last, None for the checkpoint.
         unsettled: always False, since no call leaves anything behind.
@@ -100,6 +102,7 @@ class ReplicaFront:
     has_adapters: bool
     has_items: bool
     growth: Growth
+    told: ToldBlocks | None = None
     extensions: dict[str, Any] = field(init=False)
     requests: dict[str, Request] = field(factory=dict, init=False)
     rows: FrontRows = field(factory=FrontRows, init=False)
@@ -365,7 +368,13 @@ class ReplicaFront:
         if request.index and request.request_id == f"{first}/{request.index}":
             self.router.assign(replica, request.weight)
         else:
-            replica = self.router.route(request.routed_tokens(), request.weight, f"{request.cache_salt}/{adapter}")
+            names = None if self.told is None else self.told.names(request)
+            if self.told is None or names is None:
+                key = f"{request.cache_salt}/{adapter}"
+                replica = self.router.route(request.routed_tokens(), request.weight, key)
+            else:
+                replica = self.router.route_held(names, self.told.size, request.weight)
+                request.routed_by = names
             self._group = request.request_id, replica
         request.replica = replica
 
@@ -408,6 +417,8 @@ class ReplicaFront:
                     request.end(end)
                     finished.append(request)
             others += report.others
+            if report.prefixes is not None and self.told is not None:
+                self.router.learn(link.number, report.prefixes)
             raised = raised or report.raised
             if isinstance(report.raised, EngineFailedError):
                 self.links.fail(link, one_line(report.raised), report.raised)
@@ -421,7 +432,7 @@ class ReplicaFront:
     def _forget(self, request: SentRequest) -> None:
         """Take a request out of those that are unfinished."""
         self.rows.requests.pop(request.key, None)
-        self.router.ended(request.replica, request.weight)
+        self.router.ended(request.replica, request.weight, request.routed_by)
         name = f"{request.request_id} (aborted, {request.key})" if request.aborted else request.request_id
         if self.requests.get(name) is request:
             del self.requests[name]

@@ -18,6 +18,9 @@ from slotline.registry.loading import one_line
 ADDRESS, NUMBER = "SLOTLINE_FRONT", "SLOTLINE_REPLICA"
 """Variables of a replica: where the front listens, with its key, and the number of the replica."""
 
+NAME = 8
+"""Bytes of a prefix's hash by which front and replicas call it."""
+
 
 class BlockCounts(NamedTuple):
     """Blocks that an engine has asked its KV connector for.
@@ -131,6 +134,29 @@ class End(NamedTuple):
     pooled: Any
 
 
+class PrefixNews(NamedTuple):
+    """Prefixes that came and went since the last report, by the first `NAME` bytes of their hashes.
+
+    Attributes:
+        cleared: whether all were lost first.
+        removed, stored: names, one behind the other.
+    """
+
+    cleared: bool
+    removed: bytes
+    stored: bytes
+
+    @property
+    def removed_names(self) -> list[bytes]:
+        """Return the names of those that were lost."""
+        return _cut(self.removed)
+
+    @property
+    def stored_names(self) -> list[bytes]:
+        """Return the names of those that came."""
+        return _cut(self.stored)
+
+
 class Report(NamedTuple):
     """What happened since the last report.
 
@@ -140,6 +166,7 @@ class Report(NamedTuple):
         keys, token_ids: [n] int64 and int32, tokens of requests that are read while they run.
         others: number of all other tokens.
         raised: what escaped from a step. The replica steps again when it is told anything.
+        prefixes: what the cache holds that it did not hold before, None for no change.
     """
 
     handled: int
@@ -151,6 +178,7 @@ class Report(NamedTuple):
     ended: Sequence[End]
     load: Load
     raised: BaseException | None
+    prefixes: PrefixNews | None = None
 
 
 class Ready(NamedTuple):
@@ -186,6 +214,10 @@ def load_of(engine: Engine) -> Load:
         pool.num_free,
         None if transfer is None else transfer.counts,
     )
+
+
+def _cut(names: bytes) -> list[bytes]:
+    return [names[first : first + NAME] for first in range(0, len(names), NAME)]
 
 
 def sendable(error: BaseException) -> BaseException:

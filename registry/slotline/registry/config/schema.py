@@ -290,6 +290,13 @@ class ParallelConfig:
         validator=at_least(1),
         metadata=_doc("replicas of the whole model, each with devices and a cache of its own, behind one front"),
     )
+    routing: Literal["held", "sent", "load"] = field(
+        default="held",
+        metadata=_doc(
+            "how a replica is chosen: 'held' by the prefixes that each one's cache holds, 'sent' by those of the "
+            "prompts that it was sent, both unless its load is too high; 'load' by load alone"
+        ),
+    )
     expert: int = field(
         default=1,
         validator=at_least(1),
