@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from repository import SUPPORT
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, SamplingParams
+from slotline.plugins.kv_compression.snapkv import SnapKV
+from slotline.registry.contracts import KVCompressorContext
 from slotline.registry.errors import ConfigError, NegotiationError, PluginError, PluginLoadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,6 +27,7 @@ PROMPT, OTHER, SHORT = random_prompts([45, 37, 9], seed=7)
 KEPT: dict[str, Any] = {"keep": 0.5, "first": 2, "last": 3}
 AGAIN: dict[str, Any] = {"keep": 1.0, "most": 16, "interval": 5, "first": 2, "last": 3}
 SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_model_len": 64, "scheduler.async": False}
+SCORED: dict[str, Any] = {**KEPT, "method": f"{__name__}:Attended"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -140,7 +143,7 @@ def test_a_running_request_never_holds_more_than_it_may(tiny: Tiny) -> None:
     everything_returned(llm)
 
 
-@pytest.mark.parametrize("options", [KEPT, AGAIN], ids=["prompts", "decodes"])
+@pytest.mark.parametrize("options", [KEPT, AGAIN, SCORED], ids=["prompts", "decodes", "scores"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_texts_depend_on_no_other_request_whatever_happens(tiny: Tiny, options: dict[str, Any], overlap: bool) -> None:
     """In a small pool: requests wait, give way, hit prefixes, and share blocks when they are compressed."""
@@ -148,14 +151,15 @@ def test_texts_depend_on_no_other_request_whatever_happens(tiny: Tiny, options: 
     prompts = [PROMPT, OTHER, PROMPT, SHORT, PROMPT[:24] + OTHER[:13], PROMPT[:30], OTHER, PROMPT]
     alone = engine(path, options, **{"cache.prefix_caching": False})
     want = [tokens_of(alone, [prompt], GREEDY)[0] for prompt in prompts]
-    small = {"memory": "72KiB", "max_num_seqs": 4, "max_num_batched_tokens": 24, "scheduler.async": overlap}
+    small = {"memory": "84KiB", "max_num_seqs": 4, "max_num_batched_tokens": 24, "scheduler.async": overlap}
     llm = engine(path, options, **small, **{"cache.prefix_wait": 0})
+    preempted = found = 0
     for _ in range(3):
         outputs = llm.generate([list(one) for one in prompts], GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == want
         everything_returned(llm)
-    preempted = sum(output.metrics.num_preemptions for output in outputs)
-    found = sum(output.metrics.num_cached_tokens for output in outputs)
+        preempted += sum(output.metrics.num_preemptions for output in outputs)
+        found += sum(output.metrics.num_cached_tokens for output in outputs)
     assert preempted > 0
     assert found > 0
 
@@ -237,7 +241,9 @@ def test_what_cannot_be_right_is_refused_by_name(
         ({"keep": 0.0}, ConfigError, "keep is 0.0"),
         ({"most": 20}, ConfigError, "most = 20 leaves nothing to choose"),
         ({"interval": 4}, ConfigError, "interval = 4 without most"),
-        ({"method": "keydif"}, PluginLoadError, "known: keydiff"),
+        ({"method": "snapkv", "most": 60, "interval": 4}, ConfigError, "interval = 4 beside method = 'snapkv'"),
+        ({"method": "snapkv", "options": {"kernel": 4}}, ConfigError, "'kernel': 4"),
+        ({"method": "keydif"}, PluginLoadError, "known: keydiff, newest, snapkv"),
         ({"method": "no.such.module:Method"}, PluginLoadError, "no.such.module"),
     ],
 )
@@ -271,6 +277,67 @@ def test_a_method_of_ones_own_is_named_by_its_path(tiny: Tiny) -> None:
         np.testing.assert_allclose(kept, keys[[0, 1, *range(29, 45)]], atol=1e-5)
     with pytest.raises(PluginError, match=r"importance gave \[45, 1\], expected \[45, 2\]"):
         tokens_of(engine(tiny("llama"), {**options, "options": {"heads": 1}}), [PROMPT], GREEDY)
+
+
+class Attended:
+    """Tokens that the last eight attend to stay. It notes what it reads."""
+
+    window = 8
+    read: ClassVar[list[Array]] = []
+
+    def __init__(self, context: Any) -> None:
+        pass
+
+    def importance(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert (scores.shape, scores.dtype) == (keys.shape[:2], torch.float32)
+        self.read.append(scores.double().numpy())
+        return scores
+
+
+@pytest.mark.parametrize("chunk", [64, 17])
+@pytest.mark.parametrize("optimize", [False, True])
+def test_scores_are_the_mean_attention_of_the_last_tokens(tiny: Tiny, chunk: int, optimize: bool) -> None:
+    """Also where the prompt is divided over steps, and where the model skips queries in its last layer."""
+    from transformers import AutoModelForCausalLM
+
+    path = tiny("llama")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        weights = model(torch.tensor([PROMPT]), output_attentions=True).attentions  # [1, 4, 45, 45] each
+    Attended.read.clear()
+    tokens_of(engine(path, SCORED, max_num_batched_tokens=chunk, optimize=optimize), [PROMPT], GREEDY)
+    assert len(Attended.read) == len(weights) == 2
+    for found, probabilities in zip(Attended.read, weights, strict=True):
+        of_heads = probabilities[0, :, -8:].double().numpy().mean(1)  # [4, 45]
+        np.testing.assert_allclose(found, of_heads.reshape(2, 2, 45).mean(1).T, atol=1e-5)
+
+
+def test_snapkv_keeps_what_the_last_tokens_attend_to_and_its_neighbours(tiny: Tiny) -> None:
+    rng = np.random.default_rng(3)
+    scores = torch.from_numpy(rng.random((60, 2), np.float32))
+    method = SnapKV(KVCompressorContext(layers=()))
+    found = method.importance(None, scores, scores, scores.clone()).double().numpy()  # type: ignore[arg-type]
+    padded = np.pad(scores.double().numpy(), ((2, 2), (0, 0)))
+    np.testing.assert_allclose(found[:28], [padded[at : at + 5].mean(0) for at in range(28)], rtol=1e-5)
+    assert np.isinf(found[28:]).all()
+    options = {"method": "snapkv", "keep": 0.8, "first": 1, "last": 1}
+    texts = tokens_of(engine(tiny("llama"), options), [PROMPT, SHORT], GREEDY)
+    whole = tokens_of(engine(tiny("llama")), [PROMPT, SHORT], GREEDY)
+    assert texts[0] != whole[0]
+    assert len(texts[1]) == len(whole[1])
+
+
+def test_scores_are_negotiated(tiny: Tiny) -> None:
+    """A backend that does not tell is refused, and `auto` takes one that does."""
+    llm = engine(tiny("llama"), SCORED, backend="auto")
+    assert llm.engine.plan.groups[0].backend in ("cpu", "torch")
+    with pytest.raises(NegotiationError, match="N189") as caught:
+        engine(tiny("llama"), SCORED, backend="flex")
+    assert "extensions.kv_compression" in str(caught.value)
+    with pytest.raises(NegotiationError, match="no room for the last 8 tokens"):
+        engine(tiny("llama"), SCORED, max_num_batched_tokens=15)
+    with pytest.raises(NegotiationError, match=r"scheduler.microbatches = 2"):
+        engine(tiny("llama"), SCORED, **{"scheduler.microbatches": 2})
 
 
 def test_plugins_hear_of_blocks_that_tokens_were_moved_to(tiny: Tiny) -> None:

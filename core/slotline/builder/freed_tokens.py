@@ -52,10 +52,12 @@ class FreedTokens:
 
     Attributes:
         count: [max_requests] int64, tokens that each row has freed since it began to run. Read only.
+        window: last tokens of a prompt that no cached prefix has, as an extension computes them in one step.
         cache: set once the engine's cache is built.
     """
 
     count: Int
+    window: int = field(default=1, init=False)
     cache: FreeingCache | None = field(default=None, init=False)
 
     def keep(self, row: int, num_computed: int, kept: int) -> list[Move] | None:
@@ -157,7 +159,8 @@ class FreeingCache(KVCacheManager):
         A request that was preempted computes its prompt up to the end, where tokens may be freed again. What follows
         was computed without the freed tokens, and so it is again.
         """
-        return super().find_prefix(request, token_ids[: len(request.prompt_token_ids)])
+        end = max(1, len(request.prompt_token_ids) + 1 - self.freed.window)
+        return super().find_prefix(request, token_ids[:end])
 
     def commit(self, rows: RequestTable, changed: Int, after: Int) -> None:
         """See `KVCacheManager.commit`. Blocks of rows that have freed tokens hold no prefix."""

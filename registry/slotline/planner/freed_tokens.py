@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import PLAIN, AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Plan
+from slotline.registry.negotiation import Need, Plan
 
 _BESIDE: Mapping[str, str] = {
     "drafts": "drafter.name: tokens to verify are counted by position, and rejected ones are taken back by slot",
@@ -20,6 +22,17 @@ _BESIDE: Mapping[str, str] = {
     "multimodal": "the model takes images or sounds, whose places in a prompt are found by the keys before them",
 }
 """Features of a plan beside which no token is freed, with the reasons."""
+
+
+def score_needs(
+    loaded: LoadedConfig, registry: PluginRegistry, extensions: Sequence[Descriptor[Any]]
+) -> tuple[Need, ...]:
+    """Return the need for attention scores if the options of an extension that frees tokens say that it reads them."""
+    return tuple(
+        Need(capability="scores", value=True, origin=f"[extensions.{one.name}]")
+        for one in extensions
+        if one.capabilities.frees_tokens and getattr(registry.options(loaded, one), "reads_scores", False)
+    )
 
 
 def frees_tokens(

@@ -32,7 +32,7 @@ from slotline.planner.drafter import draft_layers, draft_length_setting
 from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
-from slotline.planner.freed_tokens import frees_tokens
+from slotline.planner.freed_tokens import frees_tokens, score_needs
 from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import asked_cache, load_measurements
@@ -395,7 +395,7 @@ def _negotiated(
         draft_tokens=config.drafter.tokens if drafter else 0,
         fast_prefill=fast_prefill.layers,
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=num_stages),
-        needs=shards.needs(facts),
+        needs=(*shards.needs(facts), *score_needs(loaded, registry, extensions)),
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(
             setting,

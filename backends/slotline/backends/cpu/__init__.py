@@ -34,6 +34,7 @@ CAPABILITIES = AttentionCapabilities(
     request_trees=Flag(True),
     keys_ahead=KEYS_AHEAD,
     cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
+    scores=Flag(True, "a matrix product in float32, beside the kernels"),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
     limits=(

@@ -16,6 +16,7 @@ from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
 from slotline.backends.keys_ahead import through_torch
+from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 
@@ -121,6 +122,18 @@ class CpuBackend:
         addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-4:])  # the cache's keys and values, their scales
         strides = (key.stride(0), value.stride(0))
         self._store(plan.rows, self._kv_heads, bound.shape, addresses, strides, kernels.TAGS[dtype])
+
+    def scores(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_keys: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the mean probability of each key, see `ScoringBackend`."""
+        return window_scores(layer, query, cache, blocks, num_keys, sinks)
 
     def forward(
         self,

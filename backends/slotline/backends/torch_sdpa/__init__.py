@@ -37,6 +37,7 @@ descriptor = Descriptor(
         cache_formats=Set((PLAIN, INT8_TOKEN_HEAD, LATENT_INDEX)),
         index_topk=Flag(True),
         layer_inputs=Set(INDEX_INPUTS),
+        scores=Flag(True, "a matrix product in float32, beside the kernels"),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         limits=(
             Limit(

@@ -18,6 +18,7 @@ import torch
 from slotline.backends import cache_codes
 from slotline.backends.alibi import position_bias_of, slopes_of
 from slotline.backends.torch_sdpa.index import picked
+from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import CacheTensors
 
@@ -244,6 +245,18 @@ class TorchBackend:
         for new, stored, scale in islice(parts, 1 if layer.mla else 2):  # latents hold their values
             rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
             _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
+
+    def scores(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_keys: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the mean probability of each key, see `ScoringBackend`."""
+        return window_scores(layer, query, cache, blocks, num_keys, sinks, self._scales.get(layer.index))
 
     def forward(
         self,

@@ -88,6 +88,7 @@ descriptor = Descriptor(
         plain_writes=True,
         several_plans=True,
         bounded_lengths=True,
+        scores=Flag(True, "a matrix product in float32, beside the kernels"),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),
         limits=(

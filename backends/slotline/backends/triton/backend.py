@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
+from slotline.backends.window_scores import window_scores
 from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import (
     AttentionBatch,
@@ -330,6 +331,18 @@ class TritonBackend:
             most=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
             has_scales=factors is not None,
         )
+
+    def scores(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_keys: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the mean probability of each key, see `ScoringBackend`."""
+        return window_scores(layer, query, cache, blocks, num_keys, sinks, self._scales.get(layer.index))
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from attrs import field, frozen
@@ -11,8 +12,17 @@ from slotline.registry.config.validators import AtLeast
 from slotline.registry.contracts import ExtensionCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import ConfigError
+from slotline.registry.loading import import_dotted
 
 NAME = "kv_compression"
+METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "keydiff": "slotline.plugins.kv_compression.keydiff:KeyDiff",
+        "newest": "slotline.plugins.kv_compression.newest:Newest",
+        "snapkv": "slotline.plugins.kv_compression.snapkv:SnapKV",
+    }
+)
+"""Methods that ship, with the paths of their classes."""
 
 
 def _share(_options: object, _field: object, value: float) -> None:
@@ -26,7 +36,9 @@ class CompressionOptions:
 
     method: str = field(
         default="keydiff",
-        metadata={"doc": "what decides which tokens stay: 'keydiff', or the path 'package.module:Class' of another"},
+        metadata={
+            "doc": "what decides which tokens stay: 'keydiff', 'snapkv', 'newest', or the path 'package.module:Class'"
+        },
     )
     keep: float = field(
         default=0.5, validator=_share, metadata={"doc": "share of a prompt's tokens that stays in the cache"}
@@ -60,6 +72,21 @@ class CompressionOptions:
             )
         if self.interval and not self.most:
             raise ConfigError(f"interval = {self.interval} without most", fix="set most, the tokens to keep")
+
+    @property
+    def factory(self) -> Any:
+        """Return the method's class.
+
+        Raises:
+            PluginLoadError: if there is none of that name, or it cannot be imported.
+        """
+        what = f"extensions.{NAME}.method = {self.method!r} (known: {', '.join(METHODS)})"
+        return import_dotted(METHODS.get(self.method, self.method), what)
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the method reads attention scores, so that attention backends must give them."""
+        return bool(getattr(self.factory, "window", 0))
 
 
 descriptor = Descriptor(

@@ -7,25 +7,27 @@ frees the same tokens when it is computed again, and its text does not depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import evolve
 
 from slotline.builder.freed_tokens import Move, freed_tokens
 from slotline.builder.parts import Parts
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
+from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.kernels.async_copy import to_device
 from slotline.plugins.kv_compression import CompressionOptions
-from slotline.plugins.kv_compression.keydiff import KeyDiff
+from slotline.plugins.kv_compression.window import Windows
 from slotline.registry.contracts import AttentionLayer, ExtensionContext, KVCache, KVCompressor, KVCompressorContext
-from slotline.registry.errors import PluginError
-from slotline.registry.loading import import_dotted, typed_failures
+from slotline.registry.errors import ConfigError, PluginError
+from slotline.registry.loading import typed_failures
 
 Int = npt.NDArray[np.int64]
-METHODS: Mapping[str, Callable[[KVCompressorContext], KVCompressor]] = {"keydiff": KeyDiff}
 UNLIMITED = np.iinfo(np.int64).max // 2
 
 
@@ -47,6 +49,8 @@ class KVCompression:
             layer.index: parts.router.routes[layer.index][2] for layers in self._layers for layer in layers
         }
         self.method = method_of(self._options, tuple(layer for layers in self._layers for layer in layers))
+        freed.window = max(1, self.method.window)
+        self.windows = Windows(parts, self.method.window, self._layers) if self.method.window else None
         self._done = np.zeros(context.max_requests, bool)  # rows whose prompt is compressed
         self._waits = np.zeros(context.max_requests, bool)  # rows that lack blocks to be compressed
         self._again: list[Request] = []
@@ -79,17 +83,45 @@ class KVCompression:
 
     def limit_prompt(self, request: Request, computed: int, count: int) -> int:
         """Let the first step of a request end with its prompt, also if it was preempted and has more tokens."""
-        return min(count, len(request.prompt_token_ids) - computed)
+        length = len(request.prompt_token_ids)
+        count = min(count, length - computed)
+        return int(self._whole_windows(np.array([length]), np.array([computed]), np.array([count]))[0])
+
+    def trim_tokens(self, rows: Int, counts: Int) -> Int:
+        """Let the last tokens of a prompt, whose scores are read, be computed in one step."""
+        if self.windows is None:
+            return counts
+        return self._whole_windows(self._rows.num_prompt_tokens[rows], self._computed(rows), counts)
+
+    def needs_eager(self, scheduled: SchedulerOutput) -> bool:
+        """Return True for a step in which a prompt ends whose scores are read."""
+        return self.windows is not None and bool(len(self._ending(scheduled.rows, scheduled.num_scheduled)))
+
+    def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """Have the last layer compute all tokens of a step whose scores are read."""
+        if self.windows is None or inputs.made_up or inputs.wanted is None:
+            return inputs
+        return evolve(inputs, wanted=None) if len(self._ending(inputs.rows, inputs.num_scheduled)) else inputs
+
+    def plan(self, inputs: ModelInputs) -> None:
+        """Note the requests of a step whose scores are read."""
+        if self.windows is not None:
+            ending = self._ending(inputs.rows, inputs.num_scheduled) if not inputs.made_up else np.zeros(0, np.int64)
+            self.windows.begin(inputs, ending)
 
     def unschedule(self, request: Request) -> None:
         """Forget what a request has freed: it has lost its blocks."""
         if request.row >= 0:
             self._done[request.row] = False
+            if self.windows is not None:
+                self.windows.scores.pop(request.row, None)
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Forget all requests: none has blocks."""
         self._done[:] = self._waits[:] = False
         self._again = []
+        if self.windows is not None:
+            self.windows.restore()
 
     @property
     def _limit(self) -> int:
@@ -105,6 +137,24 @@ class KVCompression:
         held: Int = self._computed(rows) - self._freed.count[rows]
         return held
 
+    def _whole_windows(self, lengths: Int, computed: Int, counts: Int) -> Int:
+        """Return the tokens of each request in a step, so that the last ones of a prompt are computed in one step.
+
+        Args:
+            lengths, computed, counts: [n] int64, tokens of each prompt, those that are computed, and those of the step.
+        """
+        if self.windows is None:
+            return counts
+        before = np.maximum(lengths - self.windows.size, 0) - computed  # tokens before the last ones
+        apart = (before >= 0) & (counts > before) & (computed + counts < lengths)
+        return np.where(apart, before, counts)
+
+    def _ending(self, rows: Int, counts: Int) -> Int:
+        """Return the positions in `rows` [n] whose prompt ends in a step of `counts` [n] tokens, before its launch."""
+        computed, lengths = self._computed(rows), self._rows.num_prompt_tokens[rows]
+        ending: Int = np.flatnonzero((computed < lengths) & (computed + counts >= lengths))
+        return ending
+
     def _compress(self, row: int) -> bool:
         """Free tokens of a row that is due. Return False, with nothing done, if it lacks blocks to keep the others."""
         computed = int(self._rows.num_computed_tokens[row])
@@ -114,20 +164,21 @@ class KVCompression:
         if moves is None:
             return False
         self._done[row] = True
-        for layers, move in zip(self._layers, moves, strict=False):
+        scores = {} if self.windows is None else self.windows.scores.pop(row, {})
+        for layers, move in zip(self._layers, moves, strict=bool(moves)):
             for layer in layers:
-                self._move(layer, move, held, kept)
+                self._move(layer, move, held, kept, scores.get(layer.index))
         return True
 
     @torch.inference_mode()
-    def _move(self, layer: AttentionLayer, move: Move, held: int, kept: int) -> None:
+    def _move(self, layer: AttentionLayer, move: Move, held: int, kept: int, scores: torch.Tensor | None) -> None:
         """Put the tokens of a layer that stay into their places."""
         cache = self._caches[layer.index]
         sources = to_device(move.sources.astype(np.int64), cache.key.device)
         targets = to_device(move.targets.astype(np.int64), cache.key.device)
         keys, values = (each[sources].flatten(0, 1)[:held] for each in cache)  # [held, num_kv_heads, size], copies
         with typed_failures(f"compression method {self._options.method!r}", "choose another method"):
-            importance = self.method.importance(layer, keys, values, None)
+            importance = self.method.importance(layer, keys, values, scores)
         if importance.shape != keys.shape[:2]:
             raise PluginError(
                 f"compression method {self._options.method!r}: importance gave {list(importance.shape)}, expected "
@@ -180,11 +231,17 @@ def method_of(options: CompressionOptions, layers: tuple[AttentionLayer, ...]) -
     Raises:
         PluginLoadError: if there is none of that name, or it cannot be imported.
         PluginError: if it cannot be built.
+        ConfigError: if scores are read where there are none.
     """
-    what = f"extensions.kv_compression.method = {options.method!r} (known: {', '.join(METHODS)})"
-    factory = METHODS.get(options.method) or import_dotted(options.method, what)
-    with typed_failures(what, "correct its options, or choose another method"):
+    factory = options.factory
+    with typed_failures(f"compression method {options.method!r}", "correct its options, or choose another method"):
         method: KVCompressor = factory(KVCompressorContext(layers=layers, options=options.options))
+    if method.window and options.interval:
+        raise ConfigError(
+            f"interval = {options.interval} beside method = {options.method!r}, which reads the scores of a prompt's "
+            "last tokens",
+            fix="leave interval out, or choose a method without scores",
+        )
     return method
 
 

@@ -13,6 +13,7 @@ from slotline.registry.contracts.attention import (
     KVScales,
     LayerCache,
     LayerInput,
+    ScoringBackend,
     TreeMask,
 )
 from slotline.registry.contracts.block_events import BlockEvents
@@ -328,6 +329,7 @@ __all__ = [
     "SchedulerPolicyCapabilities",
     "SchedulerPolicyContext",
     "ScoreType",
+    "ScoringBackend",
     "Similarity",
     "Stage",
     "StateBackend",

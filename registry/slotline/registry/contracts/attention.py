@@ -171,6 +171,8 @@ class AttentionCapabilities:
         layer_inputs: names of inputs beside query, key and value that it reads. A layer with others is refused.
         block_events: it hears of blocks that change hands, since it keeps something for each block. The backend is a
             `BlockListener` then.
+        scores: it tells how much the last tokens of a request attend to each key. The backend is a `ScoringBackend`
+            then.
         graphs: the batches that `forward` can be captured for.
         plan_once: the result of `plan` at a capture is valid for every replay, and `plan` fills no buffers of the
             backend. Replays then need no planning, and one graph can hold several steps.
@@ -222,6 +224,7 @@ class AttentionCapabilities:
     layer_inputs: Set[str] = Set(())
     cache_formats: Set[str] = Set((PLAIN,))
     block_events: bool = False
+    scores: Flag = Flag(Support.NOT_IMPLEMENTED)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     plan_once: Flag = Flag(False)
     lse: Flag = Flag(False)
@@ -489,6 +492,39 @@ class CascadeBackend(AttentionBackend, Protocol):
         Args:
             common_prefix_len: number of tokens that all requests share, above 0.
             query_lens, seq_lens: [num_requests], as in the batch.
+        """
+        ...
+
+
+class ScoringBackend(AttentionBackend, Protocol):
+    """Protocol of a built backend that declares `scores`."""
+
+    def scores(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_keys: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return how much the last tokens of one request attend to each of its keys.
+
+        Called between the layer's `forward` of an eager step and the next step. Nothing was planned for it.
+
+        Args:
+            layer: of type ``decoder``, with a cache of its own that holds all keys. It has no chunks, no latents and no
+                bias by distance.
+            query: [w, num_heads, head_size], of the last w tokens of the request. Query i sees the first
+                ``num_keys - w + 1 + i`` keys, within the layer's window if it has one.
+            cache: of the layer.
+            blocks: [n] int64 on the device, the kernel blocks of the request, in order.
+            num_keys: of the request, w at least.
+            sinks: [num_heads], as for `forward`.
+
+        Returns:
+            [num_keys, num_kv_heads] float32: the probability of each key, the mean over the queries and over the query
+            heads of the KV head. It is 0 for a query that does not see the key. A sink takes its part and is no key.
         """
         ...
 

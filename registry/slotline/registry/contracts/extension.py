@@ -174,7 +174,8 @@ class ExtensionCapabilities:
         prefix_events: whether it reads which prefixes became findable and which were lost. The pool of `parts.memory`
             gives it a log then, by its method `listen`. It needs the caches.
         frees_tokens: whether it frees tokens in the middle of requests, by `freed_tokens` of
-            `slotline.builder.freed_tokens`. It needs the caches then.
+            `slotline.builder.freed_tokens`. It needs the caches then. If its options have a true attribute
+            `reads_scores`, attention backends must declare `scores`.
     """
 
     devices: Set[str] = Set(None)

@@ -52,7 +52,8 @@ class KVCompressor(Protocol):
     """Method that chooses the tokens of a request that stay in the cache.
 
     Attributes:
-        window: last tokens of a prompt whose attention scores `importance` reads. 0 for none.
+        window: last tokens of a prompt whose attention scores `importance` reads. 0 for none. It is an attribute of the
+            class, since it is read before anything is built. These tokens are computed in one step.
     """
 
     window: int

@@ -324,6 +324,13 @@ _ALL = (
         "In longer texts the layers attend only to the keys that an index picks, and the backend attends to all.",
         "Choose a backend that declares `index_topk`, or set `scheduler.max_model_len` to what the index picks.",
     ),
+    _code(
+        "N189",
+        _R,
+        "attention scores",
+        "A plugin reads how much the last tokens of a prompt attend to each key, and the backend does not tell.",
+        "Choose a backend that does, such as `torch`, or another method of the plugin.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -668,6 +675,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "layer_inputs": "N183",
         "exact": "N184",
         "index_topk": "N185",
+        "scores": "N189",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",
