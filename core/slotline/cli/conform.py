@@ -26,7 +26,9 @@ _NOT_CONFORMANT = 1
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "plugin", metavar="NAME", help="NAME, kind:NAME, package.module:attribute or ./file.py:attribute"
+        "plugin",
+        metavar="NAME",
+        help="NAME, kind:NAME, package.module:attribute, ./file.py:attribute, or vllm:package.module:attribute",
     )
     parser.add_argument("--kind", metavar="KIND", help="the plugin's kind, where a name has several")
     parser.add_argument("--level", metavar="L3", default="L5", help="the highest level to run (default: L5)")

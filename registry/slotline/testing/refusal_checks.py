@@ -44,16 +44,22 @@ ANY_ATTENTION = Candidate(
 )
 """A backend that stands in no cache spec's way."""
 
-ANY_KV_SPEC = Candidate(
-    descriptor=Descriptor(
-        kind=Kind.KV_SPEC,
-        name="holds_anything",
-        capabilities=KVSpecCapabilities(kv_kinds=Set(None), exact_kinds=Set(None), formats=Set(None)),
-        factory="nowhere:nothing",
-    ),
-    distribution="the suite",
-)
-"""A cache spec that stands in no backend's way."""
+
+def any_kv_spec(formats: Set[str]) -> Candidate:
+    """Return a cache spec that lays out these formats and stands in no backend's way."""
+    return Candidate(
+        descriptor=Descriptor(
+            kind=Kind.KV_SPEC,
+            name="holds_anything",
+            capabilities=KVSpecCapabilities(kv_kinds=Set(None), exact_kinds=Set(None), formats=formats),
+            factory="nowhere:nothing",
+        ),
+        distribution="the suite",
+    )
+
+
+ANY_KV_SPEC = any_kv_spec(Set(None))
+"""A cache spec of any format that stands in no backend's way."""
 
 ANY_STATE = Candidate(
     descriptor=Descriptor(
@@ -84,7 +90,8 @@ def candidates_with(subject: Subject) -> tuple[list[Candidate], list[Candidate],
     """Return attention backends, cache specs and state backends: the plugin in its kind, stand-ins in the others."""
     own = [candidate_of(subject)]
     if subject.kind is Kind.ATTENTION:
-        return own, [ANY_KV_SPEC], [ANY_STATE]
+        spec = subject.companion
+        return own, [ANY_KV_SPEC if spec is None else any_kv_spec(spec.capabilities.formats)], [ANY_STATE]
     return [ANY_ATTENTION], own, [ANY_STATE]
 
 

@@ -26,6 +26,7 @@ class Subject:
         target: the text that names it on a command line, empty for an object without one.
         settings: the values given for its own table.
         seed: changes every random choice. 0 for the suite's own choices.
+        companion: the spec that lays out an attention backend's cache, if the backend came with one.
     """
 
     descriptor: Descriptor[Any]
@@ -39,6 +40,7 @@ class Subject:
     target: str = ""
     settings: Mapping[str, Any] = field(factory=dict)
     seed: int = 0
+    companion: Descriptor[Any] | None = None
 
     @property
     def kind(self) -> Kind:
@@ -95,7 +97,7 @@ def subject_of(
     """Return the subject for a descriptor, a class with one, or a text.
 
     Args:
-        target: the plugin. A text is ``NAME``, ``kind:NAME``, ``module:attribute`` or ``./file.py:attribute``.
+        target: the plugin. A text is one that `find_target` takes.
         device: the device to test on, e.g. ``cpu`` or ``cuda``. None for the GPU if the plugin supports it.
         options: the plugin's own table.
         distribution, version: source of the plugin, if `target` does not name it.
@@ -137,6 +139,7 @@ def subject_of(
         found.name,
         dict(options or {}),
         seed,
+        found.companion,
     )
     return evolve(subject, device=_described(subject)) if own else subject
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from slotline.testing.check import CHECK_MODULES
 
 KINDS = tuple(CHECK_MODULES)
 """The kinds that have checks."""
+BRIDGES = "slotline.bridges"
+"""Entry points of functions that make an attention backend and the spec of its cache of a text behind their name."""
 _SECOND = (Kind.DEVICE, Kind.EXTENSION, Kind.LINEAR, Kind.EXPERTS)
 """Kinds whose plugins need their kind in front where a plugin of another kind has the same name, as with `cpu`."""
 
@@ -31,19 +34,22 @@ class Target:
         name: the text that names it.
         descriptor: the plugin's descriptor.
         distribution, version: source of the plugin, empty if it is not installed.
+        companion: the spec that lays out an attention backend's cache, if a bridge made one for it.
     """
 
     name: str
     descriptor: Descriptor[Any]
     distribution: str = ""
     version: str = ""
+    companion: Descriptor[Any] | None = None
 
 
 def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = None) -> Target:
     """Return the plugin that a text names.
 
     Args:
-        text: ``NAME`` or ``kind:NAME`` of an installed plugin, ``package.module:attribute`` or ``./file.py:attribute``.
+        text: ``NAME`` or ``kind:NAME`` of an installed plugin, ``package.module:attribute``, ``./file.py:attribute``.
+            ``BRIDGE:TEXT`` is a class written for another engine, as in ``vllm:package.module:attribute``.
         kind: the kind to search for a bare name, None for every kind.
         folder: the folder that a relative file refers to, None for the current folder.
 
@@ -53,7 +59,10 @@ def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = No
         PluginLoadError: if it cannot be loaded, with its cause, or its kind has no checks.
     """
     before, colon, after = text.partition(":")
-    if before.endswith(".py") or (colon and "/" in before):
+    bridges = entry_points(group=BRIDGES)
+    if colon and before in bridges.names:
+        found = _over(text, bridges[before], after)
+    elif before.endswith(".py") or (colon and "/" in before):
         found = _from_file(text, folder or Path.cwd())
     elif colon and before in {item.value for item in Kind}:
         found = _installed(after, [Kind(before)])
@@ -69,6 +78,13 @@ def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = No
             fix=f"kinds with checks: {', '.join(item.value for item in KINDS)}",
         )
     return found
+
+
+def _over(text: str, bridge: EntryPoint, after: str) -> Target:
+    """Return what a bridge makes of a text: an attention backend, and the spec of its cache."""
+    make = import_dotted(bridge.value, f"the bridge {bridge.name!r}")
+    backend, spec = make(after)
+    return Target(text, backend, companion=spec)
 
 
 def _from_file(text: str, folder: Path) -> Target:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import evolve
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, Run, check
@@ -14,7 +13,6 @@ from slotline.testing.environments.attention import World, bits, threads
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
-    device_of,
     examine,
     need_query,
     refusal,
@@ -84,8 +82,7 @@ def groups_are_apart(run: Run) -> None:
     cases.append(chosen(run, ((1, 9), (1, 35), (1, 20)), **other))
     backends = [build(run, case) for case in cases]
     for step in range(2):
-        seed = (run.seed + step) % (1 << 31)
-        worlds = [World(evolve(case, seed=seed), device_of(run.subject)) for case in cases]
+        worlds = [world(run, case, run.seed + step) for case in cases]
         with threads(1):
             plans = [backend.plan(made.batch) for backend, made in zip(backends, worlds, strict=True)]
         for backend, made, plan in zip(backends, worlds, plans, strict=True):

@@ -12,11 +12,13 @@ import torch
 from slotline.registry.capability import GraphSupport
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
+from slotline.testing.environments.attention_case import Case as AttentionCase
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
     device_of,
     longest_query,
+    maker,
     refusal,
     world,
     writes_cache,
@@ -172,7 +174,7 @@ def cascade(run: Run) -> None:
 def replays_of_a_cascade(run: Run, record: Recorder) -> None:
     """Run the body of `cascade`, with any recorder."""
     case = chosen(run, ((1, 64),))
-    pool = GraphPool(case, build(run, case), longest=160, device=device_of(run.subject), writes_cache=writes_cache(run))
+    pool = _pool(run, case)
     stage = CapturedStep(pool, ROWS, 1, mixed=False, record=record, cascade=True)
     families = []
     for parent in _admit(pool, run, (90, 35, 64)):
@@ -185,11 +187,16 @@ def replays_of_a_cascade(run: Run, record: Recorder) -> None:
                 stage.check(step, stage.launch(step), f"replay {number} with a common prefix of {prefix} tokens")
 
 
+def _pool(run: Run, case: AttentionCase) -> GraphPool:
+    device, stores = device_of(run.subject), writes_cache(run)
+    return GraphPool(case, build(run, case), longest=160, device=device, writes_cache=stores, world=maker(run))
+
+
 def _captured(run: Run, record: Recorder) -> tuple[GraphPool, CapturedStep]:
     level = GraphSupport[run["graphs"]]
     length = QUERY_LEN[level]
     case = chosen(run, ((ROWS * length, 64),) if level is GraphSupport.ALWAYS else ((length, 64),))
-    pool = GraphPool(case, build(run, case), longest=160, device=device_of(run.subject), writes_cache=writes_cache(run))
+    pool = _pool(run, case)
     once = run.subject.capabilities.plan_once.refusal(True) is None
     mixed = level is GraphSupport.ALWAYS
     return pool, CapturedStep(pool, ROWS, length, mixed=mixed, record=record, plan_once=once)

@@ -82,7 +82,7 @@ def hostile(run: Run) -> None:
 )
 def unread(run: Run) -> None:
     """One place at a time holds NaN, so that a failure says which one is read although it must not be."""
-    case = evolve(chosen(run, mixed), poisoned={run["place"]})
+    case = evolve(chosen(run, mixed), poisoned={run["place"]}, stale=False)
     prove(run, case)
 
 

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Level, NotApplicable, Run, check
-from slotline.testing.environments.attention import World
+from slotline.testing.environments.attention import World, threads
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
@@ -92,7 +92,8 @@ def scales_set_late(run: Run) -> None:
     backend = run.subject.build(context)
     examine(run, world(run, case), backend)
     made = world(run, evolve(case, kv_scales=SCALES["apart"]))
-    plan = backend.plan(made.batch)
+    with threads(1):
+        plan = backend.plan(made.batch)
     for tensor, value in zip(context.kv_scales[0], SCALES["apart"], strict=True):
         tensor.fill_(value)
     out, _ = made.step(backend, plan, writes_cache(run))

@@ -13,6 +13,7 @@ from slotline.testing.environments.attention_choice import (
     chosen,
     device_of,
     longest_query,
+    maker,
     need_query,
     refusal,
     writes_cache,
@@ -35,7 +36,15 @@ def _pool(run: Run, **fields: Any) -> Pool:
     backend = build(run, case)
     longest = max(192, 3 * size + 1)
     device = device_of(run.subject)
-    return Pool(case, backend, num_blocks=blocks, longest=longest, device=device, writes_cache=writes_cache(run))
+    return Pool(
+        case,
+        backend,
+        num_blocks=blocks,
+        longest=longest,
+        device=device,
+        writes_cache=writes_cache(run),
+        world=maker(run),
+    )
 
 
 def _fill(run: Run, pool: Pool, number: int, length: int, most: int = 1 << 20) -> None:

@@ -32,6 +32,8 @@ __all__ = ["FIRST_BLOCK", "NULL_BLOCK", "PLACES", "POISON_BLOCK", "SENTINEL", "C
 
 SENTINEL = 123.0
 GUARD_ROWS = 2
+OLD_VALUES = 64.0
+"""Factor on the values of tokens that no request has any more."""
 BACKEND_THREADS = 2
 """So many of torch's threads a backend is built and called with where a check wants work to be shared. All else uses
 one: many small operations on several threads mostly wait for each other."""
@@ -76,6 +78,8 @@ class World:
         self.buffers, self.cache = self.empty_cache()
         for request in range(len(case.requests)):
             self.store(request)
+        if case.stale:
+            self.leave_old_tokens()
         self.batch = self.make_batch()
 
     def random(self, *shape: int, times: float = 1.0) -> torch.Tensor:
@@ -185,12 +189,7 @@ class World:
     def _put(self, request: int, positions: range, slots: torch.Tensor) -> None:
         """Put keys and values of some positions into their slots, except slot -1."""
         kept = torch.as_tensor(list(positions), dtype=torch.int64)[slots >= 0]
-        slots = slots[slots >= 0].to(self.device)
-        place = (slots // self.case.block_size, slots % self.case.block_size)
-        for view, dense in zip(self.views, (self.keys, self.values), strict=True):
-            raw(view)[place] = raw(dense[request][kept]).to(self.device)
-        if self.case.cache_format == KEY_BOUNDS:
-            self._bound(*place)
+        self.put(slots[slots >= 0], self.keys[request][kept], self.values[request][kept])
 
     def _bound(self, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Set the bounds of blocks to those of their keys up to the last of some slots in each."""
@@ -207,6 +206,46 @@ class World:
     def block_tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the cache, each with an entry for each kernel block."""
         return (*self.views, self.cache[KEY_BOUNDS]) if self.case.cache_format == KEY_BOUNDS else self.views
+
+    # Changes of the cache that helpers make. Worlds of other caches have their own.
+
+    def put(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, live: bool = True) -> None:
+        """Put keys [n, Hkv, D] and values [n, Hkv, Dv] of the cache's dtype into slots [n] int64, on the host.
+
+        Summaries of blocks count them if they are `live`, tokens of requests.
+        """
+        where = slots.to(self.device)
+        place = (where // self.case.block_size, where % self.case.block_size)
+        for view, dense in zip(self.views, (keys, values), strict=True):
+            raw(view)[place] = raw(dense).to(self.device)
+        if live and self.case.cache_format == KEY_BOUNDS:
+            self._bound(*place)
+
+    def leave_old_tokens(self) -> None:
+        """Put old tokens behind the last token of each request, up to the end of its block."""
+        size, slots = self.case.block_size, list[int]()
+        for own, (_, length) in zip(self.owned, self.case.requests, strict=True):
+            if length % size:
+                slots += [own[-1] * size + offset for offset in range(length % size, size)]
+        self.put_old_tokens(slots)
+
+    def put_old_tokens(self, slots: Sequence[int]) -> None:
+        """Put tokens of no request into slots: keys like all others, and values that show in an output."""
+        if slots:
+            key = self.random(len(slots), self.case.num_kv_heads, self.case.head_size).to(self.case.cache_dtype)
+            value = key[..., : self.layer.head_size_v].float() * OLD_VALUES
+            self.put(torch.tensor(slots), key, value.to(self.case.cache_dtype), live=False)
+
+    def spoil(self, blocks: Sequence[int]) -> None:
+        """Fill whole blocks with NaN."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        for view in self.block_tensors:
+            fill(view, index, float("nan"))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block."""
+        for view in self.block_tensors:
+            raw(view)[target] = raw(view)[source]
 
     def new_keys(self, request: int) -> range:
         """Return the positions of the keys that the step stores.
@@ -359,7 +398,11 @@ class World:
         expected = self.cache_bits()
         for buffer, old in zip(self.buffers, before, strict=True):
             raw(buffer).copy_(raw(old))
+        self.expect_foreign_blocks(expected, slots)
         return expected
+
+    def expect_foreign_blocks(self, written: list[torch.Tensor], slots: torch.Tensor) -> None:
+        """Check what `put` made of the cache, where it is the work of a plugin and not of this world."""
 
     def _expect_written(self, expected: list[torch.Tensor] | None, after: str) -> None:
         if expected is not None:
@@ -475,7 +518,11 @@ class World:
 
     def changed(self, **changes: Any) -> World:
         """Return a new world for a changed case."""
-        return type(self)(evolve(self.case, **changes), str(self.device))
+        return self.like(evolve(self.case, **changes))
+
+    def like(self, case: Case) -> World:
+        """Return a new world of another case, with the same kind of cache."""
+        return type(self)(case, str(self.device))
 
 
 def _measure(*, error: float, allowed: float, baseline: float | None = None, what: str = "output") -> None:

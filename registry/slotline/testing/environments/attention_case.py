@@ -46,6 +46,8 @@ class Case:
         shuffled: True if block ids are permuted, False if they ascend.
         strided: True if K and V are views of one buffer with gaps, False if they are two plain tensors.
         poisoned: those of `PLACES` that hold NaN. The others hold zeros.
+        stale: True if slots behind a request's last token hold another request's old tokens, finite numbers, and not
+            what `poisoned` says of unused slots. It is what engines hold that zero their memory once.
         freed_before_window: True if blocks completely before the window were freed and replaced by the null block.
         first_block: lowest block id of requests.
         spare_blocks: blocks of the manager without a request.
@@ -86,6 +88,7 @@ class Case:
     shuffled: bool = True
     strided: bool = True
     poisoned: frozenset[str] = field(default=frozenset(PLACES), converter=frozenset)
+    stale: bool = False
     freed_before_window: bool = False
     first_block: int = FIRST_BLOCK
     spare_blocks: int = 2
@@ -142,7 +145,7 @@ class Case:
 
     def friendly(self) -> Case:
         """Return the same batch without poison, shuffling, strides and padding."""
-        return evolve(self, padding=0, shuffled=False, strided=False, poisoned=())
+        return evolve(self, padding=0, shuffled=False, strided=False, poisoned=(), stale=False)
 
     @property
     def cache_dtype(self) -> torch.dtype:

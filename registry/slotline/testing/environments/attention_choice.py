@@ -19,6 +19,7 @@ from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
 from slotline.testing.environments.attention_formats import CodedWorld
 from slotline.testing.environments.attention_shapes import Requests
+from slotline.testing.environments.attention_written import WrittenWorld
 from slotline.testing.subject import Subject
 
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"))
@@ -188,6 +189,7 @@ def choose(
     wanted.setdefault("layout", subject.capabilities.layouts.options[0])
     if "cache_format" not in wanted:
         wanted["cache_format"] = _usual_format(subject)
+    wanted.setdefault("stale", subject.companion is not None)
     shape = requests(wanted["block_size"]) if callable(requests) else requests
     limit = longest_query(subject, wanted, conditions)
     encoder = wanted.get("attention_type", "decoder") == "encoder_only"
@@ -209,9 +211,13 @@ def chosen(run: Run, requests: Requests | Callable[[int], Requests], **fixed: An
 
 
 def _usual_format(subject: Subject) -> str:
-    """Return ``plain``, or the format with bounds for a backend that reads only that."""
+    """Return ``plain``, or the format that a backend without it reads: its companion's, or that with bounds."""
     offer = subject.capabilities.cache_formats
-    return KEY_BOUNDS if offer.refusal(PLAIN) and not offer.refusal(KEY_BOUNDS) else PLAIN
+    if offer.refusal(PLAIN) is None:
+        return PLAIN
+    if subject.companion is not None:
+        return min(subject.companion.capabilities.formats.values)
+    return KEY_BOUNDS if offer.refusal(KEY_BOUNDS) is None else PLAIN
 
 
 def _first(
@@ -272,10 +278,21 @@ def device_of(subject: Subject) -> str:
     return subject.device.type
 
 
-def world(run: Run, case: Case) -> World:
-    """Return a world for a case, seeded by the run."""
+def world(run: Run, case: Case, seed: int | None = None) -> World:
+    """Return a world for a case, seeded by the run or with another seed."""
+    seed = run.seed if seed is None else seed
     with threads(1):
-        return WORLDS[case.cache_format](evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
+        return maker(run)(evolve(case, seed=seed % (1 << 31)), device_of(run.subject))
+
+
+def maker(run: Run) -> Callable[[Case, str], World]:
+    """Return what makes a world of a case on a device, with the kind of cache that the case's format asks for."""
+
+    def make(case: Case, device: str) -> World:
+        known = WORLDS.get(case.cache_format)
+        return WrittenWorld(case, device, run.subject) if known is None else known(case, device)
+
+    return make
 
 
 def writes_cache(run: Run) -> bool:

@@ -85,12 +85,12 @@ class CodedWorld(World):
         if "gaps" in self.case.poisoned:
             gaps.fill_(0xFF)
 
-    def _put(self, request: int, positions: range, slots: torch.Tensor) -> None:
-        kept = torch.as_tensor(list(positions), dtype=torch.int64)[slots >= 0]
-        slots = slots[slots >= 0].to(self.device)
-        place = (slots // self.case.block_size, slots % self.case.block_size)
-        for name, dense in (("key", self.keys), ("value", self.values)):
-            codes, scale = oracle.encode(dense[request][kept], self.case.cache_format, self.case.stored_dtype)
+    def put(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, live: bool = True) -> None:
+        """Put codes and scales of keys and values into slots."""
+        where = slots.to(self.device)
+        place = (where // self.case.block_size, where % self.case.block_size)
+        for name, dense in (("key", keys), ("value", values)):
+            codes, scale = oracle.encode(dense, self.case.cache_format, self.case.stored_dtype)
             raw(self.cache[name])[place] = raw(codes).to(self.device)
             self.cache[f"{name}_scale"][place] = scale.to(self.device)
 

@@ -7,7 +7,7 @@ read as NaN or as another request's tokens. After a rollback the rejected tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,6 @@ from slotline.testing.environments.attention import (
     POISON_BLOCK,
     Case,
     World,
-    fill,
-    raw,
     threads,
 )
 
@@ -47,6 +45,7 @@ class Pool:
         longest: most tokens of a request.
         device: device of the cache.
         writes_cache: True if forward stores the new tokens.
+        world: makes the world whose cache the pool has.
     """
 
     def __init__(
@@ -58,9 +57,10 @@ class Pool:
         longest: int = 192,
         device: str = "cpu",
         writes_cache: bool = False,
+        world: Callable[[Case, str], World] = World,
     ) -> None:
         self.case, self.backend, self.longest = evolve(case, requests=(), spare_blocks=num_blocks), backend, longest
-        self.home = World(self.case, device)
+        self.home = world(self.case, device)
         self._generator = torch.Generator().manual_seed(case.seed + 1)
         order = torch.randperm(num_blocks, generator=self._generator) + FIRST_BLOCK
         self.free: list[int] = order.tolist()
@@ -148,12 +148,14 @@ class Pool:
     def _take(self) -> int:
         block = self.free.pop()
         self.references[block] = 1
+        if self.case.stale:
+            size = self.case.block_size
+            self.home.put_old_tokens(range(block * size, (block + 1) * size))
         return block
 
     def _copy(self, block: int) -> int:
         copy = self._take()
-        for view in self.home.block_tensors:
-            raw(view)[copy] = raw(view)[block]
+        self.home.copy_block(block, copy)
         self._release(block)
         return copy
 
@@ -161,8 +163,7 @@ class Pool:
         self.references[block] -= 1
         if not self.references[block]:
             self.free.append(block)
-            for view in self.home.block_tensors:
-                fill(view, torch.tensor([block], device=view.device), float("nan"))
+            self.home.spoil([block])
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.case.block_size)
@@ -199,4 +200,13 @@ class Step(World):
             self.host_table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
             self.host_table[row, len(own)] = NULL_BLOCK
         self.block_table = self.host_table.to(self.device)
+        self._home = pool.home
         self.batch = self.make_batch()
+
+    def put(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, live: bool = True) -> None:
+        """Put keys and values into the pool's cache."""
+        self._home.put(slots, keys, values, live=live)
+
+    def expect_foreign_blocks(self, written: list[torch.Tensor], slots: torch.Tensor) -> None:
+        """Check the pool's cache."""
+        self._home.expect_foreign_blocks(written, slots)

@@ -8,7 +8,7 @@ from copy import copy
 import torch
 from attrs import evolve
 
-from slotline.testing.environments.attention import Case, World, fill, raw
+from slotline.testing.environments.attention import Case, World
 
 NEEDLE_SCORE = 30.0
 """Score of a needle; all others are about normal, so that its weight is 1 up to any rounding."""
@@ -80,20 +80,17 @@ def repel(world: World, score: float) -> None:
 
 def leave_stale_needles(world: World) -> None:
     """Fill every unused slot with a key that all queries are aligned with, and a huge finite value."""
-    case, direction = world.case, _directions(world, 1)
-    key = _aligned(world, direction, NEEDLE_SCORE)[0].to(world.device)
+    case, direction, size = world.case, _directions(world, 1), world.case.block_size
+    key = _aligned(world, direction, NEEDLE_SCORE)[0]
     free = set(range(world.num_blocks)) - {block for own in world.owned for block in own}
-    index = torch.tensor(sorted(free), device=world.device)
-    raw(world.cache.key)[index] = raw(key)
-    fill(world.cache.value, index, STALE_VALUE)
+    slots = [block * size + offset for block in sorted(free) for offset in range(size)]
     for request, (_, length) in enumerate(case.requests):
         world.queries[request][:] = direction.to(case.dtype)
-        offset = length % case.block_size
-        if offset:
-            last = world.owned[request][-1]
-            raw(world.cache.key)[last, offset:] = raw(key)
-            rest = world.cache.value[last : last + 1, offset:]
-            fill(rest, torch.tensor([0], device=world.device), STALE_VALUE)
+        if length % size:
+            slots += [world.owned[request][-1] * size + offset for offset in range(length % size, size)]
+    shape = (len(slots), case.num_kv_heads)
+    values = torch.full((*shape, world.layer.head_size_v), STALE_VALUE).to(case.cache_dtype)
+    world.put(torch.tensor(slots), key.expand(*shape, case.head_size).contiguous(), values, live=False)
 
 
 def share_prefix(world: World, length: int, *, announced: bool = False) -> None:
@@ -109,9 +106,7 @@ def share_prefix(world: World, length: int, *, announced: bool = False) -> None:
     for request, (query_len, total) in enumerate(world.case.requests):
         if request == 0 or total - query_len < length:
             continue
-        unused = torch.tensor(world.owned[request][:count], device=world.device)
-        for view in world.views:
-            fill(view, unused, float("nan"))
+        world.spoil(world.owned[request][:count])
         for dense in (world.keys, world.values):
             dense[request][:length] = dense[0][:length]
         world.owned[request][:count] = lender
@@ -136,13 +131,15 @@ def redrawn(world: World, index: int | None = None) -> World:
     other = _copy(world, world.case)
     if index is not None:
         other.layer = world.case.layer(index)
-        other.buffers, other.cache = world.empty_cache()
+        other.buffers, other.cache = other.empty_cache()
     case = world.case
     other.keys = [world.random(*each.shape).to(case.cache_dtype) for each in world.keys]
     other.values = [world.value_of(key) for key in other.keys]
     other.queries = [world.random(*each.shape, times=case.amplitude) for each in world.queries]
     for request in range(len(case.requests)):
         other.store(request)
+    if case.stale and index is not None:
+        other.leave_old_tokens()
     return other
 
 
@@ -178,7 +175,7 @@ def tail(world: World, request: int, count: int) -> World:
 def in_place(world: World) -> World:
     """Return another batch with the same numbers of requests and blocks, in the same tensors and arrays."""
     requests = world.case.requests[1:] + world.case.requests[:1]
-    other = World(evolve(world.case, requests=requests, seed=world.case.seed + 1), str(world.device))
+    other = world.like(evolve(world.case, requests=requests, seed=world.case.seed + 1))
     for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions"):
         tensor = getattr(world.batch, name)
         tensor.copy_(getattr(other.batch, name))
