@@ -107,7 +107,10 @@ def parsed(text: str) -> Table:
 
 
 def joined(new: Table, old: Table) -> Table:
-    """New columns, and those of the old table of another plugin or device; the new table's checks."""
+    """New columns, and those of the old table of another plugin or device.
+
+    The checks are the new table's, and those that no new report ran.
+    """
     from slotline.testing.matrix import NOT_RUN, Cell, Row, Section
 
     def keys(table: Table) -> list[tuple[str, str]]:
@@ -135,6 +138,16 @@ def joined(new: Table, old: Table) -> Table:
         mine = [*row.cells, *(moved(found[i]) if found else Cell(NOT_RUN) for i in kept)]
         return evolve(row, cells=tuple(mine[i] for i in order))
 
+    def left(row: Row) -> Row:
+        mine = [*(Cell(NOT_RUN) for _ in new.columns), *(moved(row.cells[i]) for i in kept)]
+        return evolve(row, cells=tuple(mine[i] for i in order))
+
+    ran = {row.id for section in new.sections for row in section.rows}
+    sections = {section.title: list(map(whole, section.rows)) for section in new.sections}
+    for section in old.sections:
+        if rows := [left(row) for row in section.rows if row.id not in ran]:
+            sections.setdefault(section.title, []).extend(rows)
+
     def column(i: int) -> str:
         name, device = all_keys[i]
         return f"{name} ({device})" if names.count(name) > 1 else name
@@ -145,7 +158,7 @@ def joined(new: Table, old: Table) -> Table:
         new,
         columns=tuple(column(i) for i in order),
         facts=tuple((title, tuple(texts[i] for i in order)) for title, texts in facts),
-        sections=tuple(Section(section.title, tuple(map(whole, section.rows))) for section in new.sections),
+        sections=tuple(Section(title, tuple(rows)) for title, rows in sections.items()),
         notes=tuple(notes),
     )
 

@@ -43,7 +43,7 @@ FAILING: dict[str, Any] = {
 }
 SHARED: dict[str, Any] = {
     "plugins.inline": (f"{SUPPORT / 'shared_store.py'}:Shared",),
-    "kv_connector.name": "shared",
+    "kv_connector.name": "shared_files",
 }
 HYBRID: dict[str, Any] = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 WAYS = ("load", "late", "some", "wait", "held", "failed", "save", "forgets")
@@ -226,7 +226,7 @@ def test_a_store_that_ranks_share_never_mixes_their_blocks(tiny: Tiny, engines: 
     """Another engine of as many ranks finds them, and one of another number does not."""
     path = tiny("llama")
     want = tokens_of(engines(path, **{**SMALL, "memory": "4MiB"}), PROMPTS)
-    shared = {**SMALL, **SHARED, "kv_connector.shared.folder": str(tmp_path)}
+    shared = {**SMALL, **SHARED, "kv_connector.shared_files.folder": str(tmp_path)}
     first, second = (ThreadRanks(path, **shared) for _ in range(2))
     assert first.same(lambda llm: tokens_of(llm, PROMPTS)) == want
     assert len(list(tmp_path.iterdir())) == 2
@@ -253,7 +253,7 @@ def test_a_replica_finds_what_another_has_computed(experts: int, tiny: Tiny, eng
     """So do replicas that share experts, and take decisions of their own."""
     path = tiny("llama" if experts == 1 else "mixtral")
     want = tokens_of(engines(path, **{**SMALL, "memory": "4MiB"}), PROMPTS, SHORT)
-    given = {**SMALL, **SHARED, "kv_connector.shared.folder": str(tmp_path), "parallel.data": 2}
+    given = {**SMALL, **SHARED, "kv_connector.shared_files.folder": str(tmp_path), "parallel.data": 2}
     with ExitStack() as stack:
         if experts == 1:
             stack.enter_context(replicas_as_threads())

@@ -5,6 +5,7 @@ With a `part` it fails only on the ranks that have it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ class Failing(KeptBlocks):
             row = self._read(one)
             if self.how != "forgets" or one.block_hash[0] % 2:
                 self.blocks[one.group, one.block_hash] = row
+        if loads and self.how == "slow":
+            time.sleep(0.7)
         for number, one in enumerate(loads):
             self._fail("load")
             row = self.blocks[one.group, one.block_hash]

@@ -24,7 +24,7 @@ class Options:
 class Shared:
     descriptor: Descriptor[Any] = Descriptor(
         kind=Kind.KV_CONNECTOR,
-        name="shared",
+        name="shared_files",
         capabilities=KVConnectorCapabilities(devices=Set({"cpu"})),
         factory=None,
         options=Options,

@@ -27,13 +27,46 @@ def choose_connector(loaded: LoadedConfig, registry: PluginRegistry, info: Devic
     if not name:
         return None
     descriptor = registry.load(Kind.KV_CONNECTOR, name, required=True)
-    descriptor = narrowed(descriptor, info, f"kv_connector {name!r}", _FIX)
-    if texts := texts_of(part_reasons(descriptor.capabilities, (device_need(info),))):
-        raise _refusal(name, texts)
+    descriptor = _usable(narrowed(descriptor, info, f"kv_connector {name!r}", _FIX), info)
+    for one in inner_connectors(loaded, registry, descriptor):
+        _usable(narrowed(one, info, f"kv_connector {one.name!r} in {name!r}", _FIX), info)
     return descriptor
 
 
-def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, plan: Plan) -> None:
+def inner_connectors(
+    loaded: LoadedConfig, registry: PluginRegistry, descriptor: Descriptor[Any]
+) -> tuple[Descriptor[Any], ...]:
+    """Return the connectors that a connector is made of, in order. Empty for most.
+
+    Raises:
+        NegotiationError: if one of them is made of others, or is named twice.
+        ConfigError: for wrong options.
+    """
+    if not descriptor.capabilities.composes:
+        return ()
+    names = tuple(getattr(registry.options(loaded, descriptor), descriptor.capabilities.composes))
+    found = tuple(registry.load(Kind.KV_CONNECTOR, name, required=True) for name in names)
+    texts = [f"{one.name!r} is itself made of others" for one in found if one.capabilities.composes]
+    texts += [f"{name!r} is named twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if texts or not names:
+        raise _refusal(descriptor.name, texts or [f"{descriptor.capabilities.composes} names no connector"])
+    return found
+
+
+def _usable(descriptor: Descriptor[Any], info: DeviceInfo) -> Descriptor[Any]:
+    """Return a descriptor that works on a device.
+
+    Raises:
+        NegotiationError: if it does not.
+    """
+    if texts := texts_of(part_reasons(descriptor.capabilities, (device_need(info),))):
+        raise _refusal(descriptor.name, texts)
+    return descriptor
+
+
+def refuse_connector(
+    loaded: LoadedConfig, registry: PluginRegistry, descriptor: Descriptor[Any] | None, plan: Plan
+) -> None:
     """Refuse a connector that cannot hold the negotiated caches, or that would have nothing to hold.
 
     Raises:
@@ -46,7 +79,8 @@ def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, p
         for layer in group.layers:
             origin = f"model: {group.name} layers"
             needs[layer.kv_kind] = Need(capability="kv_kinds", value=layer.kv_kind, origin=origin)
-    texts += texts_of(part_reasons(descriptor.capabilities, tuple(needs.values())))
+    for one in (descriptor, *inner_connectors(loaded, registry, descriptor)):
+        texts += texts_of(part_reasons(one.capabilities, tuple(needs.values())))
     if plan.state_groups:
         kinds = ", ".join(dict.fromkeys(layer.state_kind for group in plan.state_groups for layer in group.layers))
         texts.append(
@@ -65,9 +99,14 @@ def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, p
         raise _refusal(descriptor.name, texts)
 
 
-def connector_setting(loaded: LoadedConfig, place: Place) -> tuple[Setting, ...]:
-    """Return the record of the connectors of several ranks or replicas. Empty for one."""
+def connector_setting(
+    loaded: LoadedConfig, registry: PluginRegistry, descriptor: Descriptor[Any] | None, place: Place
+) -> tuple[Setting, ...]:
+    """Return the record of what a connector's options mean, and of the connectors of several ranks or replicas."""
     name, replicas, texts = loaded.config.kv_connector.name, loaded.config.parallel.data, list[str]()
+    for one in () if descriptor is None else (descriptor, *inner_connectors(loaded, registry, descriptor)):
+        options = registry.options(loaded, one)
+        texts += [f"{one.name}: {note}" for note in options.notes()] if hasattr(options, "notes") else []
     if replicas > 1:
         texts.append(f"each of {replicas} replicas has its own")
     if (size := place.layout.replica_size) > 1:

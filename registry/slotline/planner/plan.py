@@ -413,7 +413,7 @@ def _negotiated(
             *tensor_setting(loaded, whole, facts, place),
             *replicas_setting(loaded),
             *pipeline_setting(loaded, rank_stages, turns),
-            *connector_setting(loaded, place),
+            *connector_setting(loaded, registry, connector, place),
         ),
     )
     request = evolve(request, facts={**request.facts, **source.facts})
@@ -497,7 +497,7 @@ def _negotiated(
     plan = evolve(plan, inline_plugins=loaded.inline_files, notes=(*plan.notes, *model_notes(facts)))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
-    refuse_connector(loaded, connector, plan)
+    refuse_connector(loaded, registry, connector, plan)
     _mark_selected(registry, plan)
     planned = Planned(
         loaded=loaded,

@@ -86,6 +86,7 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             further=(
                 (contracts.AsyncKVConnector, _declared("asynchronous")),
                 (contracts.RequestKVConnector, _declared("by_request")),
+                (contracts.CountingKVConnector, _declared("counts")),
             ),
         ),
         Kind.DRAFTER: BuiltContract(

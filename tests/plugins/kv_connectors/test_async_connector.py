@@ -30,6 +30,7 @@ SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 
 SLOW: dict[str, Any] = {
     "plugins.inline": (f"{SUPPORT / 'slow_connector.py'}:Slow",),
     "kv_connector.name": "slow",
+    "kv_connector.leave_out_slow": False,
 }
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"scheduler.async": False},
@@ -134,6 +135,34 @@ def test_steps_without_tokens_ask_what_has_arrived(slow: Callable[..., LLM]) -> 
     assert 9 <= len(empty) <= connector_of(llm).calls - before <= 14
     assert request.metrics.num_loaded_tokens == request.metrics.num_cached_tokens > 0
     settled(llm)
+
+
+@pytest.mark.parametrize("load", ["asynchronous", "in the step"])
+def test_a_store_slower_than_computing_is_left_out(load: str, tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = random_prompts([110, 105, 100], seed=6)
+    settings = {**SMALL, "max_model_len": 128, **SLOW, "kv_connector.leave_out_slow": True}
+    if load == "in the step":
+        failing = f"{SUPPORT / 'failing_connector.py'}:Failing"
+        settings |= {"plugins.inline": (failing,), "kv_connector.name": "failing", "kv_connector.failing.how": "slow"}
+    llm = LLM(tiny("llama"), **settings)
+    want = tokens_of(llm, prompts, SHORT)
+    if load == "asynchronous":
+        connector_of(llm).polls = 900
+    loaded = []
+    for _ in range(4):
+        llm.engine.scheduler.cache.pool.reset()
+        outputs = llm.generate(prompts, SHORT)
+        assert [list(one.outputs[0].token_ids) for one in outputs] == want
+        loaded.append(sum(one.metrics.num_loaded_tokens for one in outputs))
+    assert loaded[0] > 0 == loaded[-1]
+    events = llm.engine.extension("kv_transfer").counts.events
+    assert events["left_out"] == 1
+    assert events["requests_left_out"] >= 3
+    assert sum("it is left out for 64 requests" in one.message for one in caplog.records) == 1
+    llm.engine.extension("kv_transfer").transfers.speed._left = 0  # 64 requests later
+    llm.engine.scheduler.cache.pool.reset()
+    assert llm.generate(prompts[:1], SHORT)[0].metrics.num_loaded_tokens > 0
+    settled(llm) if load == "asynchronous" else everything_returned(llm)
 
 
 def test_blocks_of_an_aborted_request_stay_held_until_they_have_arrived(slow: Callable[..., LLM]) -> None:

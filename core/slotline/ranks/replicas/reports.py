@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ class BlockCounts(NamedTuple):
         asked: those that the cache lacked.
         loads, lost: those whose load was started, and those of them that failed on any rank.
         held, failed: by rank, those that its connector held, and those that it could not load.
+        events: numbers of other events by name, of the first rank.
     """
 
     asked: int
@@ -36,6 +38,7 @@ class BlockCounts(NamedTuple):
     lost: int
     held: tuple[int, ...]
     failed: tuple[int, ...]
+    events: Mapping[str, float] = MappingProxyType({})
 
 
 class Load(NamedTuple):

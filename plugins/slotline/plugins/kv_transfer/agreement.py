@@ -46,32 +46,43 @@ class Agreement:
         everywhere: Flags = np.logical_and.reduce(found)
         return everywhere
 
-    def failed(self, own: Sequence[bool]) -> Flags:
-        """Return which loads have failed on any rank, [n] bool.
+    def failed(self, own: Sequence[bool], *, slow: bool = False) -> tuple[Flags, bool]:
+        """Return which loads have failed on any rank, [n] bool, and whether the first rank finds the store slow.
 
         Args:
             own: [n], those that failed on this rank.
+            slow: whether this rank finds the store slow.
         """
-        found = self._of_all(own)
-        lost: Flags = np.logical_or.reduce(found)
+        found = self._of_all([*own, slow])
+        bad = found[:, :-1]
+        lost: Flags = np.logical_or.reduce(bad)
         counts = self.counts
-        self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, found))
-        return lost
+        self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, bad))
+        return lost, bool(found[0, -1])
 
-    def ended(self, own: Sequence[bool], failed: Sequence[bool]) -> tuple[Flags, Flags]:
-        """Return which loads have ended on all ranks, and which of those have failed on any, both [n] bool.
+    def ended(
+        self, own: Sequence[bool], failed: Sequence[bool], late: Sequence[bool], *, slow: bool = False
+    ) -> tuple[Flags, Flags, Flags, bool]:
+        """Return which loads have ended on all ranks, which of those failed on any, and which others are late on any.
+
+        Each is [n] bool. The last value is whether the first rank finds the store slow.
 
         Args:
             own: [n], those that have ended on this rank.
             failed: [n], those of them that failed here.
+            late: [n], those that have taken too long here.
+            slow: whether this rank finds the store slow.
         """
-        found = self._of_all([*own, *failed])
-        ended: Flags = np.logical_and.reduce(found[:, : len(own)])
-        bad = found[:, len(own) :] & ended
+        number = len(own)
+        found = self._of_all([*own, *failed, *late, slow])
+        done, failures, overdue = (found[:, first : first + number] for first in (0, number, 2 * number))
+        ended: Flags = np.logical_and.reduce(done)
+        bad = failures & ended
         lost: Flags = np.logical_or.reduce(bad)
+        waiting: Flags = np.logical_or.reduce(overdue) & ~ended
         counts = self.counts
         self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, bad))
-        return ended, lost
+        return ended, lost, waiting, bool(found[0, -1])
 
     def count_loads(self, number: int) -> None:
         """Count loads that were started."""

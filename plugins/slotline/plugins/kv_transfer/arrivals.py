@@ -46,15 +46,20 @@ class AsyncKVTransfer(KVTransfer):
         self._found: set[tuple[int, BlockHash]] = set()  # for it
         self._waiting: dict[int, set[int]] = {}  # by row, the blocks that are still to come
         self._lost: dict[int, int] = {}  # by row, the good tokens before a block whose load has failed
+        self._max_loads = context.parts.planned.loaded.config.kv_connector.max_loads
         self._under_way = 0  # launched steps whose results are not used yet
 
     def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-        """Return those of `hashes` whose block can be loaded for a request."""
-        found = super().find_blocks(request, group, hashes)
+        """Return those of `hashes` whose block can be loaded for a request, no more than may be under way."""
         if request is not self._asked:
             self._asked, self._found = request, set()
-        self._found |= {(group, one) for one in found}
-        return found
+        if self.transfers.is_late:
+            return ()
+        held = super().find_blocks(request, group, hashes)
+        room = self._max_loads - len(self.transfers.coming) - len(self._found)
+        fresh = [one for one in hashes if one in held and (group, one) not in self._found][: max(room, 0)]
+        self._found |= {(group, one) for one in fresh}
+        return [one for one in hashes if one in held and (group, one) in self._found]
 
     def limit_prompt(self, request: Request, computed: int, count: int) -> int:
         """Admit a request without tokens if its prefix has blocks that are still to come."""
@@ -96,10 +101,12 @@ class AsyncKVTransfer(KVTransfer):
 
     def launched(self, scheduled: SchedulerOutput) -> None:
         """Count a launched step."""
+        self._time_launch(scheduled)
         self._under_way += 1
 
     def recompute(self) -> list[Request]:
         """Return nothing: no step has read a block whose load has not ended."""
+        self._time_results()
         self._under_way = max(self._under_way - 1, 0)
         return []
 
@@ -109,8 +116,8 @@ class AsyncKVTransfer(KVTransfer):
         self._lost.pop(request.row, None)
 
     def held_blocks(self) -> Collection[int]:
-        """Return the blocks that are still to come."""
-        return self.transfers.coming.keys()
+        """Return the blocks that the connector may still write."""
+        return self.transfers.reserved
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Wait for all loads and forget them."""
@@ -140,16 +147,14 @@ class AsyncKVTransfer(KVTransfer):
 
     def _settle(self) -> None:
         """Give up the blocks whose load has ended, and note the requests that lost any."""
-        if not self.transfers.coming:
+        if not self.transfers.reserved:
             return
-        ended, lost = self.transfers.poll()
-        if not ended:
-            return
-        self._pool.drop(lost)
-        self._lost |= self._tokens_before({one.block for one in lost})
-        blocks = [one.block for one in ended]
-        self._pool.release(blocks)
-        for row, left in list(self._waiting.items()):
+        ended = self.transfers.poll()
+        self._pool.drop([*ended.lost, *ended.late])
+        self._lost |= self._tokens_before({one.block for one in (*ended.lost, *ended.late)})
+        self._pool.release([one.block for one in (*ended.done, *ended.free)])
+        blocks = [one.block for one in (*ended.done, *ended.late)]
+        for row, left in list(self._waiting.items()) if blocks else ():
             left.difference_update(blocks)
             if not left:
                 del self._waiting[row]

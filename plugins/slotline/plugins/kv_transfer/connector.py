@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from slotline.builder.cache_memory import bind_caches
 from slotline.builder.parts import CacheMemory, Parts
-from slotline.planner.kv_connector import part_of
+from slotline.planner.kv_connector import inner_connectors, part_of
 from slotline.plugins.kv_transfer.agreement import Agreement
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
+from slotline.plugins.kv_transfer.fingerprint import fingerprint
+from slotline.plugins.kv_transfer.speed import LoadSpeed
 from slotline.plugins.kv_transfer.transfers import AsyncTransfers, Transfers
-from slotline.registry.contracts import ConnectorGroup, KVConnectorContext
+from slotline.registry.contracts import ConnectorGroup, KVConnector, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
+
+_FIX = "give it less memory in its table"
 
 
 def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemory) -> Transfers:
@@ -54,13 +61,25 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         num_blocks=memory.num_blocks,
         copy=copy,
         device=planned.stages.stages[0].device,
-        model=":".join(filter(None, (str(planned.facts.path), plan.dtype, part))),
+        model=":".join(filter(None, (str(planned.facts.path), plan.dtype, fingerprint(planned), part))),
         options=planned.options(descriptor),
         part=part,
     )
-    connector = parts.build(descriptor, context, "give it less memory in its table")
+    if descriptor.capabilities.composes:
+        inner = {one.name: one for one in inner_connectors(planned.loaded, planned.registry, descriptor)}
+
+        def build(name: str, given: KVConnectorContext) -> tuple[KVConnectorCapabilities, KVConnector]:
+            one = inner[name]
+            own = evolve(given, contract=bind_contract(one), options=planned.options(one), inner=None)
+            return one.capabilities, parts.build(one, own, _FIX)
+
+        context = evolve(context, inner=build)
+    connector = parts.build(descriptor, context, _FIX)
     saves_evicted = descriptor.capabilities.saves == "evicted"
-    kind = AsyncTransfers if descriptor.capabilities.asynchronous.support else Transfers
+    limits = planned.loaded.config.kv_connector
+    kind: Callable[..., Transfers] = Transfers
+    if descriptor.capabilities.asynchronous.support:
+        kind = partial(AsyncTransfers, timeout=limits.load_timeout)
     return kind(
         connector,
         saves_evicted,
@@ -68,6 +87,9 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         elsewhere=frozenset(number for number, group in enumerate(groups) if not group.layers),
         agreement=Agreement(parts.gather, planned.place.layout.replica_size),
         by_request=bool(descriptor.capabilities.by_request.support),
+        speed=LoadSpeed(active=limits.leave_out_slow and not descriptor.capabilities.by_request.support),
+        sizes=[group.block_size for group in groups],
+        counts=bool(descriptor.capabilities.counts.support),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -41,12 +42,14 @@ class KVTransfer:
         self._scope = parts.profiler.scope
         self._started: tuple[CacheBlock, ...] = ()  # loads of the step that is being prepared
         self._loads: deque[tuple[CacheBlock, ...]] = deque()  # of each launched step whose results are not used yet
+        self._launches: deque[tuple[float, int, int]] = deque()  # of each, its time, tokens and requests
+        self._last: Request | None = None  # that has looked for blocks
         self._without: set[int] = set()  # rows of requests that load nothing any more
 
     @property
     def counts(self) -> BlockCounts:
-        """Return the numbers of blocks so far."""
-        return self.transfers.agreement.counts
+        """Return the numbers of blocks and of events so far."""
+        return self.transfers.agreement.counts._replace(events=self.transfers.events())
 
     def validate(self, request: Request) -> None:
         """Check what a request says of its blocks.
@@ -63,7 +66,13 @@ class KVTransfer:
 
     def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
         """Return those of `hashes` whose block can be loaded for a request."""
-        return () if request.row in self._without else self.transfers.held(group, hashes, request.inputs.get(PARAMS))
+        speed = self.transfers.speed
+        if request is not self._last:
+            self._last = request
+            speed.next_request()
+        if request.row in self._without or speed.pausing:
+            return ()
+        return self.transfers.held(group, hashes, request.inputs.get(PARAMS))
 
     def fill_block(self, block: CacheBlock) -> None:
         """Load a block before the next forward pass."""
@@ -91,11 +100,13 @@ class KVTransfer:
 
     def launched(self, scheduled: SchedulerOutput) -> None:
         """Keep the loads that a launched step reads."""
+        self._time_launch(scheduled)
         self._loads.append(self._started)
         self._started = ()
 
     def recompute(self) -> list[Request]:
         """Return the requests that hold a block whose load failed. They go on from the last good block."""
+        self._time_results()
         lost = self.transfers.settle(self._loads.popleft())
         return [self._without_blocks(row, good) for row, good in self._lost_tokens(lost).items()]
 
@@ -111,11 +122,21 @@ class KVTransfer:
         """Forget all steps. Blocks that are not known to be loaded can be found no more."""
         self._started = ()
         self._loads.clear()
+        self._launches.clear()
         self._pool.drop(self.transfers.give_up())
 
     def forget_prefixes(self) -> None:
         """Forget all blocks, here and in the connector."""
         self.transfers.reset()
+
+    def _time_launch(self, scheduled: SchedulerOutput) -> None:
+        """Note when a step was launched."""
+        self._launches.append((time.perf_counter(), scheduled.num_tokens, len(scheduled.rows)))
+
+    def _time_results(self) -> None:
+        """Measure the step whose results have come."""
+        if self._launches:
+            self.transfers.speed.step(*self._launches.popleft())
 
     def _lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
         """Forget blocks whose load failed.

@@ -9,19 +9,46 @@ All ranks call the methods alike, with the same blocks. Where they could differ 
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from attrs import define, field
 
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.plugins.kv_transfer.agreement import Agreement
-from slotline.registry.contracts import AsyncKVConnector, BlockHash, CacheBlock, KVConnector, RequestKVConnector
+from slotline.plugins.kv_transfer.speed import LoadSpeed
+from slotline.registry.contracts import (
+    AsyncKVConnector,
+    BlockHash,
+    CacheBlock,
+    CountingKVConnector,
+    KVConnector,
+    RequestKVConnector,
+)
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 
 logger = logging.getLogger("slotline")
+
+
+class Ended(NamedTuple):
+    """Loads whose end was not known before.
+
+    Attributes:
+        done: those that have ended, in time.
+        lost: those of them that failed.
+        late: those that took too long. The connector may still write their blocks.
+        free: late ones that have ended now.
+    """
+
+    done: list[CacheBlock]
+    lost: list[CacheBlock]
+    late: list[CacheBlock]
+    free: list[CacheBlock]
 
 
 @define(eq=False)
@@ -35,6 +62,10 @@ class Transfers:
         elsewhere: groups whose layers other ranks have. The connector does not see their blocks.
         agreement: with the other ranks.
         by_request: whether the connector finds blocks by what a request says of them.
+        speed: of the connector, beside that of computing.
+        sizes: tokens of a block, by group.
+        counts: whether the connector counts its events.
+        late: loads that took too long.
     """
 
     connector: KVConnector
@@ -43,6 +74,10 @@ class Transfers:
     elsewhere: frozenset[int] = frozenset()
     agreement: Agreement = field(factory=Agreement)
     by_request: bool = False
+    speed: LoadSpeed = field(factory=lambda: LoadSpeed(active=False))
+    sizes: Sequence[int] = ()
+    counts: bool = False
+    late: int = field(default=0, init=False)
     _saves: list[CacheBlock] = field(factory=list, init=False)
     _loads: list[CacheBlock] = field(factory=list, init=False)
     _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: requested, and not known to be loaded
@@ -103,11 +138,13 @@ class Transfers:
         saves, self._saves = self._saves, []
         loads, self._loads = [one for one in self._loads if self._unsure.get(one.block) is one], []
         if saves or loads:
+            begun = time.perf_counter()
             try:
                 self.connector.start(self._here(saves), self._here(loads))
             except Exception:  # a plugin's code may raise anything
                 logger.exception("%s cannot save %d blocks and load %d", self.name, len(saves), len(loads))
                 self._failed |= {one.block for one in loads}
+            self._started(loads, time.perf_counter() - begun)
         self.agreement.count_loads(len(loads))
         return tuple(loads)
 
@@ -128,7 +165,8 @@ class Transfers:
         """Return the loads known to have failed, of `loads` and of later ones, after the step that read `loads`."""
         if not self._unsure:
             return []
-        failed = self.agreement.failed(self._failures())
+        failed, slow = self.agreement.failed(self._failures(), slow=self.speed.is_slow)
+        self._judge(slow=slow)
         lost = [one for one, bad in zip(self._unsure.values(), failed, strict=True) if bad]
         for one in (*loads, *lost):
             if self._unsure.get(one.block) is one:
@@ -149,6 +187,48 @@ class Transfers:
         self._loads.clear()
         self._unsure.clear()
         self.connector.reset()
+
+    def tokens_of(self, blocks: Sequence[CacheBlock]) -> int:
+        """Return the tokens of blocks: of those of the group that has most."""
+        counts = Counter[int]()
+        for one in blocks:
+            counts[one.group] += self.sizes[one.group] if self.sizes else 1
+        return max(counts.values(), default=0)
+
+    def events(self) -> Mapping[str, float]:
+        """Return the number of each event so far, of the connector on this rank and of its limits."""
+        speed = self.speed
+        own = {"left_out": float(speed.left_out), "requests_left_out": float(speed.skipped)}
+        return {**own, "late": float(self.late), **self._counted()}
+
+    def _counted(self) -> Mapping[str, float]:
+        """Return what the connector counts."""
+        if not self.counts:
+            return {}
+        try:
+            found = cast("CountingKVConnector", self.connector).counts()
+            return {str(name): float(value) for name, value in found.items()}
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot say what it counts", self.name)
+            return {}
+
+    def _started(self, loads: Sequence[CacheBlock], seconds: float) -> None:
+        """Take note of transfers that were started, which took this long."""
+        if loads:
+            self.speed.loading.add(seconds, self.tokens_of(loads))
+
+    def _judge(self, *, slow: bool) -> None:
+        """Leave a slow store out. All ranks do it in the same step."""
+        if slow:
+            loads, computes = self.speed.loading.per_token, self.speed.computing.per_token
+            self.speed.leave_out()
+            logger.warning(
+                "%s takes %.3f ms to load a token, and computing one takes %.3f ms: it is left out for %d requests",
+                self.name,
+                1e3 * loads,
+                1e3 * computes,
+                self.speed.requests_left,
+            )
 
     def _held(self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any] | None) -> list[bool]:
         """Return for each hash whether nothing is lacking here."""
@@ -184,9 +264,16 @@ class Transfers:
 
 @define(eq=False)
 class AsyncTransfers(Transfers):
-    """Queue of transfers of a connector whose loads end in later steps."""
+    """Queue of transfers of a connector whose loads end in later steps.
 
+    Attributes:
+        timeout: seconds after which a request waits for a load no more.
+    """
+
+    timeout: float = float("inf")
     _arrived: set[int] = field(factory=set, init=False)
+    _begun: dict[int, float] = field(factory=dict, init=False)  # by block, when its load was started
+    _late: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block, loads that nobody waits for any more
 
     @property
     def _connector(self) -> AsyncKVConnector:
@@ -194,29 +281,33 @@ class AsyncTransfers(Transfers):
 
     @property
     def coming(self) -> Mapping[int, CacheBlock]:
-        """Return the loads that are not known to have ended, by block."""
+        """Return the loads that are not known to have ended, by block, without those that took too long."""
         return self._unsure
 
-    def poll(self) -> tuple[list[CacheBlock], list[CacheBlock]]:
-        """Return the loads that have ended on all ranks since the last call, and those of them that have failed."""
+    @property
+    def reserved(self) -> AbstractSet[int]:
+        """Return the blocks that the connector may still write."""
+        return self._unsure.keys() | self._late.keys()
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether a load is under way that took too long. The connector is not asked meanwhile."""
+        return bool(self._late)
+
+    def poll(self) -> Ended:
+        """Return which loads have ended on all ranks since the last call, and which took too long."""
         try:
             self._arrived |= set(self._connector.arrived())
             self._failed |= set(self.connector.failed())
         except Exception:  # a plugin's code may raise anything
             logger.exception("%s cannot say what has arrived", self.name)
             self._discard()
-            self._failed |= self._unsure.keys()
-        done = [
-            b in self._arrived or b in self._failed or one.group in self.elsewhere for b, one in self._unsure.items()
-        ]
-        ended, failed = self.agreement.ended(done, [block in self._failed for block in self._unsure])
-        all_of = list(self._unsure.values())
-        over = [one for one, flag in zip(all_of, ended, strict=True) if flag]
-        for one in over:
-            del self._unsure[one.block]
-        self._arrived &= self._unsure.keys()
-        self._failed &= self._unsure.keys()
-        return over, [one for one, flag in zip(all_of, failed, strict=True) if flag]
+            self._failed |= self.reserved
+        found = self._agreed()
+        self._arrived &= self.reserved
+        self._failed &= self.reserved
+        self.speed.loads_under_way(self.tokens_of(found.done), more=bool(self._unsure))
+        return found
 
     def finish(self) -> None:
         """Wait until no load is under way."""
@@ -224,13 +315,46 @@ class AsyncTransfers(Transfers):
             self._connector.finish()
         except Exception:  # a plugin's code may raise anything
             logger.exception("%s cannot finish its loads", self.name)
-            self._failed |= self._unsure.keys()
+            self._failed |= self.reserved
 
     def give_up(self) -> list[CacheBlock]:
         """Wait for all loads and forget them. Return them."""
         self._discard()
         self._arrived.clear()
+        self._late.clear()
+        self._begun.clear()
         return super().give_up()
+
+    def _agreed(self) -> Ended:
+        """Return what all ranks know of the loads under way."""
+        every, failed, oldest = {**self._unsure, **self._late}, self._failed, time.monotonic() - self.timeout
+        done = [b in self._arrived or b in failed or one.group in self.elsewhere for b, one in every.items()]
+        late = [block in self._unsure and self._begun.get(block, oldest) < oldest for block in every]
+        lost = [block in failed for block in every]
+        ended, bad, overdue, slow = self.agreement.ended(done, lost, late, slow=self.speed.is_slow)
+        self._judge(slow=slow)
+        found = Ended([], [], [], [])
+        for one, is_over, is_bad, is_late in zip(every.values(), ended, bad, overdue, strict=True):
+            if is_over:
+                known = self._unsure.pop(one.block, None) is not None
+                (found.done if known else found.free).append(one)
+                self._late.pop(one.block, None)
+                self._begun.pop(one.block, None)
+                if is_bad and known:
+                    found.lost.append(one)
+            elif is_late:
+                self._late[one.block] = self._unsure.pop(one.block)
+                found.late.append(one)
+        if found.late:
+            self.late += len(found.late)
+            text = "%s has not ended %d loads after %g s: they are computed, and it is not asked until they have ended"
+            logger.warning(text, self.name, len(found.late), self.timeout)
+        return found
+
+    def _started(self, loads: Sequence[CacheBlock], seconds: float) -> None:
+        """Take note of loads that were started."""
+        now = time.monotonic()
+        self._begun |= {one.block: now for one in loads}
 
     def _discard(self) -> None:
         """Wait until no load is under way, and have the connector forget which have ended."""

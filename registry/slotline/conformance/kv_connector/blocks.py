@@ -38,7 +38,8 @@ def held_each(run: Run) -> None:
 @check(Kind.KV_CONNECTOR, "kv_connector.parts.apart", Level.NUMERICS, cost=0.02)
 def parts_apart(run: Run) -> None:
     """Blocks that a rank saved are not held for another rank, which has other heads of them."""
-    first, second = (Pool(run, part) for part in PARTS)
+    first = Pool(run, PARTS[0])
+    second = Pool(run, PARTS[1], beside=first)
     saves = [first.block(group, f"apart.{group}", 5 + group) for group in (0, 1)]
     first.step(saves, ())
     if wrong := [group for group in (0, 1) if second.held(group, [f"apart.{group}"])[0]]:

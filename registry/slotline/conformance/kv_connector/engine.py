@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from slotline.registry.descriptor import Kind
@@ -31,6 +32,9 @@ def engine_text(run: Run) -> None:
     assert plain.plan.pool is not None
     settings["cache.memory"] = f"{9 * plain.plan.pool.block_bytes // 1024}KiB"
     settings |= {"kv_connector.name": run.subject.name, "plugins.inline": selection(run.subject)}
+    folder = TemporaryDirectory(prefix="slotline-suite-")
+    if option := run.subject.capabilities.folder:
+        settings[f"kv_connector.{run.subject.name}.{option}"] = folder.name
     try:
         llm = LLM(device=device, **settings)
     except NegotiationError as error:

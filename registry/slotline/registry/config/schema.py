@@ -138,6 +138,23 @@ class KVConnectorConfig:
     """Storage for cache blocks that the pool has no room for."""
 
     name: str = field(default="", metadata=_doc("KV connector plugin; empty for none"))
+    max_loads: int = field(
+        default=1024,
+        validator=positive,
+        metadata=_doc("blocks that an asynchronous connector may load at a time; what is beyond them is computed"),
+    )
+    load_timeout: float = field(
+        default=30.0,
+        validator=at_least(0),
+        metadata=_doc(
+            "seconds that a request waits for a block of an asynchronous connector before it computes it; the "
+            "connector is not asked again until that load has ended"
+        ),
+    )
+    leave_out_slow: bool = field(
+        default=True,
+        metadata=_doc("leave a connector out for some requests if loading takes longer than computing the same tokens"),
+    )
     options: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("the connector's own options, in a table `[kv_connector.NAME]`", rest=True)
     )

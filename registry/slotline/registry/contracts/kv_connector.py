@@ -25,12 +25,15 @@ Ranks of an engine have a connector each, for the blocks of their own heads and 
 same blocks in the same order. A block counts as held if all of them hold their part, and as failed if one of them says
 that its part failed. A store that serves several ranks must separate their parts: `KVConnectorContext.identity` does.
 Replicas have the same identities, so that one finds what another has saved.
+
+A connector's options may have a method `notes() -> Sequence[str]`: what a user should know of them, such as that blocks
+are rounded. `slotline explain` shows it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from attrs import frozen
@@ -56,6 +59,12 @@ class KVConnectorCapabilities:
             computed, or ``evicted`` when the pool is about to reuse the block.
         asynchronous: whether loads end in later steps, see `AsyncKVConnector`.
         by_request: whether it finds blocks by what a request says of them, see `RequestKVConnector`.
+        counts: whether it counts its events for metrics, see `CountingKVConnector`.
+        folder: name of its option that holds a folder, if its blocks are files there that outlive the process. Wrong
+            bytes in these files must be told from right ones. Empty for other connectors.
+        spills: whether it calls `KVConnectorContext.evicted` with the blocks that it gives up to make room.
+        composes: name of its option that names the connectors that it is made of. It gets them from
+            `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
     """
 
     devices: Set[str]
@@ -63,6 +72,10 @@ class KVConnectorCapabilities:
     saves: Literal["filled", "evicted"] = "filled"
     asynchronous: Flag = Flag(False)
     by_request: Flag = Flag(False)
+    counts: Flag = Flag(False)
+    folder: str = ""
+    spills: Flag = Flag(False)
+    composes: str = ""
 
 
 class CacheBlock(NamedTuple):
@@ -77,6 +90,19 @@ class CacheBlock(NamedTuple):
     group: int
     block_hash: BlockHash
     block: int
+
+
+class EvictedBlock(NamedTuple):
+    """Block that a connector gives up to make room.
+
+    Attributes:
+        group, block_hash: its name.
+        row: its bytes in host memory, [block_bytes] uint8. They are overwritten after the call.
+    """
+
+    group: int
+    block_hash: BlockHash
+    row: torch.Tensor
 
 
 @frozen(kw_only=True)
@@ -129,10 +155,14 @@ class KVConnectorContext:
         num_blocks: number of blocks in the pool, the null block included.
         copy: copies blocks.
         device: torch device string, of the first pipeline stage if there are several.
-        model: identifies the model's keys and values among those of other models: its path and its dtype, and the
-            `part` if there is one.
+        model: identifies the model's keys and values among those of other models: its path and its dtype, a digest of
+            its files and of the settings that change keys, and the `part` if there is one.
         options: the plugin's own table or None.
         part: what this rank has of each block, such as ``tensor 0/2``. Empty for all of it.
+        evicted: called by a connector that `spills` with blocks that it gives up to make room, not with those that it
+            forgets in `reset`. None if nobody takes them.
+        inner: builds the connector of a name, with its own table, from a context. Returns its capabilities and the
+            connector. None for connectors that do not declare `composes`.
     """
 
     contract: int
@@ -144,6 +174,8 @@ class KVConnectorContext:
     model: str
     options: Any = None
     part: str = ""
+    evicted: Callable[[Sequence[EvictedBlock]], None] | None = None
+    inner: Callable[[str, KVConnectorContext], tuple[KVConnectorCapabilities, KVConnector]] | None = None
 
     @property
     def identity(self) -> str:
@@ -233,4 +265,12 @@ class RequestKVConnector(KVConnector, Protocol):
 
         Any thread may call it. The values can be written as JSON.
         """
+        ...
+
+
+class CountingKVConnector(KVConnector, Protocol):
+    """Further method of a connector that counts events for metrics."""
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the number of each event so far, by its name. Called from any thread while steps run."""
         ...

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import cast
+from uuid import uuid4
 
 import torch
+from attrs import evolve
 
 from slotline.registry.contracts import (
     AsyncKVConnector,
@@ -17,9 +21,12 @@ from slotline.registry.contracts import (
     ConnectorGroup,
     KVCache,
     KVConnector,
+    KVConnectorCapabilities,
     KVConnectorContext,
 )
 from slotline.testing.check import Failed, Run
+from slotline.testing.reference import kv_connector as reference
+from slotline.testing.subject import Subject
 
 NUM_BLOCKS = 80
 TOKENS = 4
@@ -45,9 +52,14 @@ class Pool:
 
     Args:
         part: what the pool's rank has of each block, empty for all of it.
+        beside: a pool with the same model and the same folder. None for a model of its own.
     """
 
-    def __init__(self, run: Run, part: str = "") -> None:
+    def __init__(self, run: Run, part: str = "", beside: Pool | None = None) -> None:
+        self.model: str = f"the suite {uuid4().hex}" if beside is None else beside.model
+        self.folder: TemporaryDirectory[str] = (
+            TemporaryDirectory(prefix="slotline-suite-") if beside is None else beside.folder
+        )
         self.device = run.subject.device.type
         self.rng: Random = run.rng
         layers = [_layer(index, size) for index, (_, size) in enumerate(LAYERS)]
@@ -81,11 +93,17 @@ class Pool:
             num_blocks=NUM_BLOCKS,
             copy=self,
             device=self.device,
-            model=f"the suite:{part}" if part else "the suite",
+            model=f"{self.model}:{part}" if part else self.model,
             part=part,
+            inner=_reference_connectors(),
         )
-        self.connector: KVConnector = run.subject.build(self.context)
+        self.connector: KVConnector = in_folder(run, self.folder.name).build(self.context)
         self.asynchronous = bool(run.subject.capabilities.asynchronous.support)
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files of a connector that keeps its blocks in a folder, in order."""
+        return sorted(one for one in Path(self.folder.name).rglob("*") if one.is_file())
 
     def block(self, group: int, name: str, block: int) -> CacheBlock:
         """Return a block of the pool with the content of the hash of `name`."""
@@ -187,6 +205,27 @@ class Pool:
     def _random(self, count: int, size: int) -> torch.Tensor:
         data = bytearray(self.rng.randbytes(count * size))
         return torch.frombuffer(data, dtype=torch.uint8).view(count, size).to(self.device)
+
+
+def _reference_connectors() -> Callable[[str, KVConnectorContext], tuple[KVConnectorCapabilities, KVConnector]]:
+    """Return a function for connectors that are made of others: one that loads at once for the first, later ones then.
+
+    They stand for the connectors that its options name.
+    """
+    left = [reference.descriptor, reference.later, reference.one_copy]
+
+    def build(_name: str, context: KVConnectorContext) -> tuple[KVConnectorCapabilities, KVConnector]:
+        descriptor = left.pop(0) if len(left) > 1 else left[0]
+        factory: Callable[[KVConnectorContext], KVConnector] = descriptor.factory
+        return descriptor.capabilities, factory(context)
+
+    return build
+
+
+def in_folder(run: Run, folder: str) -> Subject:
+    """Return the plugin under test, which keeps its blocks in a folder if it keeps them in files."""
+    option = run.subject.capabilities.folder
+    return evolve(run.subject, options=evolve(run.subject.options, **{option: folder})) if option else run.subject
 
 
 def _layer(index: int, size: int) -> AttentionLayer:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import BlockHash, CacheBlock, EvictedBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
 CAPACITY = 16
@@ -63,7 +63,9 @@ class FewBlocks:
         if len(self.rows) >= CAPACITY:
             if free is None:
                 return False
-            del self.rows[free]
+            row = self.rows.pop(free)
+            if self.context.evicted is not None:
+                self.context.evicted([EvictedBlock(*free, row)])
         return True
 
     def wait(self) -> None:
@@ -124,7 +126,7 @@ class LaterBlocks(FewBlocks):
 descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="few_blocks",
-    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted"),
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted", spills=Flag(True)),
     factory=FewBlocks,
     summary="keeps a few blocks in host memory",
 )

@@ -1,0 +1,118 @@
+"""File of one block: a header of 192 bytes, then the block's bytes. Nothing in it is executed or unpickled.
+
+All numbers are little-endian:
+
+| offset | bytes | content |
+|---|---|---|
+| 0 | 8 | `SLOTKVB` and a zero |
+| 8 | 4 | version of the format |
+| 12 | 4 | CRC-32 of all other bytes of the file |
+| 16 | 8 | bytes of the block in the file |
+| 24 | 8 | number of the cache group |
+| 32 | 32 | SHA-256 of the identity of model, rank and form |
+| 64 | 32 | SHA-256 of the block's hash |
+| 96 | 96 | zeros |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from pathlib import Path
+from threading import get_ident
+
+from slotline.plugins.kv_connectors.stores.block_store import Bytes, Fault, Key
+
+VERSION = 1
+MAGIC = b"SLOTKVB\0"
+HEADER_BYTES = 192
+_HEADER = struct.Struct("<8sIIQQ32s32s96x")
+
+
+def header_of(key: Key, identity: str, data: Bytes) -> bytes:
+    """Return the header of a block's file."""
+
+    def packed(checksum: int) -> bytes:
+        facts = (len(data), key.group, _sha(identity.encode()), _sha(key.block_hash))
+        return _HEADER.pack(MAGIC, VERSION, checksum, *facts)
+
+    return packed(zlib.crc32(data.data, zlib.crc32(packed(0))))
+
+
+def write_block(path: Path, key: Key, identity: str, data: Bytes, *, fsync: bool) -> None:
+    """Write a file under another name and rename it, so that nobody finds a part of it.
+
+    Args:
+        fsync: whether the disk must have the bytes before the file gets its name.
+
+    Raises:
+        OSError: if the file cannot be written, for instance since the disk is full. Nothing is left of it then.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.tmp")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            left = [memoryview(header_of(key, identity, data)), data.data]
+            while left:
+                count = os.writev(handle, left)
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][count:]
+            if fsync:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_block(path: Path, key: Key, identity: str, data: Bytes) -> Fault | None:
+    """Read a file into `data`, [block_bytes]. Return what is wrong with the file, None for nothing.
+
+    Raises:
+        OSError: if the disk cannot be read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Fault.MISSING
+    try:
+        size = os.fstat(handle).st_size
+        header = bytearray(HEADER_BYTES)
+        got = os.preadv(handle, [header, data.data], 0)
+        while HEADER_BYTES <= got < min(size, HEADER_BYTES + len(data)):
+            more = os.preadv(handle, [data.data[got - HEADER_BYTES :]], got)
+            if not more:
+                break
+            got += more
+    finally:
+        os.close(handle)
+    return _fault(bytes(header), got, size, key, identity, data)
+
+
+def _fault(header: bytes, got: int, size: int, key: Key, identity: str, data: Bytes) -> Fault | None:
+    """Return what is wrong with a file of `size` bytes, of which `got` were read."""
+    if got < HEADER_BYTES:
+        return Fault.TRUNCATED
+    magic, version, checksum, length, group, owner, name = _HEADER.unpack(header)
+    if magic != MAGIC:
+        return Fault.FOREIGN
+    if version != VERSION:
+        return Fault.VERSION
+    if (group, owner, name, length) != (key.group, _sha(identity.encode()), _sha(key.block_hash), len(data)):
+        return Fault.FOREIGN
+    if size < HEADER_BYTES + len(data):
+        return Fault.TRUNCATED
+    blank = header[:12] + bytes(4) + header[16:]
+    if size != got or zlib.crc32(data.data, zlib.crc32(blank)) != checksum:
+        return Fault.CORRUPT
+    return None
+
+
+def _sha(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

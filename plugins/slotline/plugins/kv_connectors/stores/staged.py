@@ -1,0 +1,284 @@
+"""Connector over a store that is slower than memory: steps copy to and from staging rows, and threads do the rest."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from slotline.plugins.kv_connectors.stores.background import Background
+from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Counts, Fault, Key
+from slotline.registry.config import size_in_bytes
+from slotline.registry.contracts import BlockHash, CacheBlock, KVCache, KVConnectorContext
+from slotline.registry.errors import CapacityError
+
+POLL_BYTES = 16 * 2**20
+"""Bytes that one poll copies into the caches at most, so that no step waits for more."""
+FINISH_SECONDS = 10.0
+"""Time after which `finish` gives up loads that do not end. Their bytes reach no cache any more."""
+
+
+@define(eq=False)
+class _Save:
+    """Block that is being written, and its row, from which it can be loaded meanwhile."""
+
+    key: Key
+    row: torch.Tensor
+    ticket: Any
+
+
+@define(eq=False)
+class _Load:
+    """Load under way."""
+
+    block: CacheBlock
+    row: torch.Tensor | None = None
+    given_up: bool = field(default=False)
+
+    @property
+    def key(self) -> Key:
+        """Return the name of its block in the store."""
+        return Key(self.block.group, self.block.block_hash)
+
+
+class Rows:
+    """Rows of host memory, [count, size] uint8, pinned where the device is a GPU.
+
+    Raises CapacityError if the memory cannot be had.
+    """
+
+    def __init__(self, num_bytes: int, size: int, *, pinned: bool, what: str) -> None:
+        try:
+            rows = torch.empty((max(1, num_bytes // size), size), dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise CapacityError(f"{what} cannot be had: {error}", fix="lower it") from error
+        self._free = list(rows)
+        self._used: deque[tuple[Any, list[torch.Tensor]]] = deque()  # with an event after their last use
+
+    def take(self) -> torch.Tensor | None:
+        """Return a free row, None if there is none."""
+        while not self._free and self._used and self._used[0][0].query():
+            self._free += self._used.popleft()[1]
+        return self._free.pop() if self._free else None
+
+    def give_back(self, rows: Iterable[torch.Tensor], used: Any = None) -> None:
+        """Take rows back, which are free once the event `used` has happened."""
+        if used is None:
+            self._free += rows
+        else:
+            self._used.append((used, list(rows)))
+
+
+class StagedConnector:
+    """Connector that keeps blocks in a `BlockStore`. Implements `AsyncKVConnector` and `CountingKVConnector`.
+
+    Saved blocks are copied to staging rows in the order of the device's stream, and written by a thread. Without a free
+    row a block is not saved. Blocks to be loaded are read by threads. They are copied into the caches when the engine
+    asks what has arrived, so that a read that comes late, or never, writes to no block that has another owner by then.
+
+    Args:
+        context: of the connector.
+        store: of the blocks.
+        counts: what happened, also in the store.
+        staging: size of all staging rows, as in the configuration.
+        threads: number of threads that read.
+        what: key of `staging` in the configuration.
+    """
+
+    def __init__(
+        self, context: KVConnectorContext, store: BlockStore, counts: Counts, staging: str, threads: int, what: str
+    ) -> None:
+        self._groups, self._copy, self._store, self._counts = context.groups, context.copy, store, counts
+        size = max(group.block_bytes for group in context.groups)
+        caches = (cache for cache in context.caches.values() if isinstance(cache, KVCache))
+        devices = {cache.key.device for cache in caches} | {torch.device(context.device)}
+        self._devices = [device for device in devices if device.type == "cuda"]
+        rows = partial(Rows, size=size, pinned=bool(self._devices), what=f"{what} = {staging!r}")
+        room = size_in_bytes(staging)
+        self._save_rows, self._load_rows = rows(room * 3 // 4), rows(room // 4)
+        self._background = Background({"write": 1, "read": threads})
+        self._pending: dict[Key, _Save] = {}
+        self._wanted: deque[_Load] = deque()  # without a row
+        self._loads: dict[int, _Load] = {}  # by block, under way or wanted
+        self._read: deque[_Load] = deque()  # in their rows
+        self._arrived: set[int] = set()
+        self._failed: set[int] = set()
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        self._background.poll()
+        keys = [Key(group, one) for one in hashes]
+        return [here or key in self._pending for key, here in zip(keys, self._store.held(keys), strict=True)]
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self._background.poll()
+        begun = [_Load(one) for one in loads]
+        self._loads |= {one.block.block: one for one in begun}
+        try:
+            self._store.used([one.key for one in reversed(begun)])  # prefixes begin with the first, of most use
+            self._save(saves)
+            here = [one for one in begun if one.key in self._pending]
+            self._to_device([(one, self._pending[one.key].row) for one in here])
+            self._wanted += [one for one in begun if one.key not in self._pending]
+            self._dispatch()
+        except BaseException:  # all loads count as failed then: none may be copied later
+            for one in begun:
+                one.given_up = True
+                self._loads.pop(one.block.block, None)
+                self._arrived.discard(one.block.block)
+            raise
+
+    def wait(self) -> None:
+        """Do nothing, because copies to staging rows precede the forward pass in the stream."""
+
+    def arrived(self) -> Collection[int]:
+        self._background.poll()
+        self._store.refresh()
+        self._copy_read(POLL_BYTES)
+        self._dispatch()
+        arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def failed(self) -> Collection[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def finish(self) -> None:
+        latest = time.monotonic() + FINISH_SECONDS
+        while self._loads and time.monotonic() < latest:
+            self._copy_read(None)
+            self._dispatch()
+            if self._loads:
+                self._background.poll(wait=0.05)
+        for one in list(self._loads.values()):
+            one.given_up = True
+            self._counts.fault("given_up", "a load has not ended after %g s", FINISH_SECONDS)
+            self._fail(one)
+        self._wanted.clear()
+
+    def reset(self) -> None:
+        self._pending.clear()  # their rows come back when they are written
+        self._store.reset()
+
+    def counts(self) -> Mapping[str, float]:
+        return self._counts.all()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all saves are written. Return False if they are not after so long."""
+        latest = time.monotonic() + seconds
+        while self._pending and time.monotonic() < latest:
+            self._background.poll(wait=0.05)
+        return not self._pending
+
+    def _save(self, saves: Sequence[CacheBlock]) -> None:
+        """Copy those of the blocks to rows that the store lacks and has room for, and have them written."""
+        named = {Key(one.group, one.block_hash): one for one in saves}
+        keys = [key for key in named if key not in self._pending]
+        known = dict(zip(keys, self._store.held(keys), strict=True))
+        self._store.used([key for key, held in known.items() if held])
+        fresh = [key for key, held in known.items() if not held]
+        rows = [row for _ in fresh if (row := self._save_rows.take()) is not None]
+        if left := len(fresh) - len(rows):
+            self._counts.add("skipped_staging", left)
+        busy = {one.key for one in self._loads.values()}
+        begun = list[_Save]()
+        for key, row, ticket in zip(fresh, rows, self._store.reserve(fresh[: len(rows)], busy), strict=False):
+            if ticket is None:
+                self._save_rows.give_back([row])
+            else:
+                begun.append(_Save(key, row, ticket))
+        for index, group in enumerate(self._groups):
+            if own := [one for one in begun if one.key.group == index]:
+                blocks = [named[one.key].block for one in own]
+                self._copy.to_host(index, blocks, [one.row[: group.block_bytes] for one in own])
+        for one in begun:
+            self._pending[one.key] = one
+            data = one.row[: self._groups[one.key.group].block_bytes].numpy()
+            work = partial(_write, self._store, one.ticket, data, self._devices)
+            self._background.submit("write", work, partial(self._written, one))
+
+    def _written(self, save: _Save, result: Any) -> None:
+        """Take the row of a block back that was written or could not be."""
+        if isinstance(result, Exception):
+            self._counts.fault("write_errors", "a block cannot be written: %s", result)
+        written = result is True
+        self._store.settle(save.ticket, written=written)
+        self._counts.add("saved", int(written))
+        if self._pending.get(save.key) is save:
+            del self._pending[save.key]
+        self._save_rows.give_back([save.row])
+
+    def _dispatch(self) -> None:
+        """Have wanted blocks read, as far as there are rows for them."""
+        while self._wanted and (row := self._load_rows.take()) is not None:
+            one = self._wanted.popleft()
+            if one.given_up:
+                self._load_rows.give_back([row])
+                continue
+            one.row = row
+            data = row[: self._groups[one.block.group].block_bytes].numpy()
+            self._background.submit("read", partial(self._store.read, one.key, data), partial(self._ended, one))
+
+    def _ended(self, load: _Load, result: Any) -> None:
+        """Take note of a read that has ended."""
+        if result is None and not load.given_up:
+            self._read.append(load)
+            return
+        if isinstance(result, Exception):
+            self._counts.fault(Fault.UNREADABLE.value, "a block cannot be read: %s", result)
+        if result is not None:
+            self._store.lost(load.key)
+        assert load.row is not None
+        self._load_rows.give_back([load.row])
+        if not load.given_up:
+            self._fail(load)
+
+    def _fail(self, load: _Load) -> None:
+        del self._loads[load.block.block]
+        self._failed.add(load.block.block)
+
+    def _copy_read(self, most: int | None) -> None:
+        """Copy blocks that were read into the caches, `most` bytes of them or all."""
+        taken, size = list[tuple[_Load, torch.Tensor]](), 0
+        while self._read and (most is None or not taken or size < most):
+            one = self._read.popleft()
+            assert one.row is not None
+            if one.given_up:
+                self._load_rows.give_back([one.row])
+                continue
+            taken.append((one, one.row))
+            size += self._groups[one.block.group].block_bytes
+        if taken:
+            self._to_device(taken)
+            self._load_rows.give_back([row for _, row in taken], self._event())
+
+    def _to_device(self, loads: Sequence[tuple[_Load, torch.Tensor]]) -> None:
+        """Copy rows into the caches. The loads have arrived then."""
+        for index, group in enumerate(self._groups):
+            if own := [(one, row) for one, row in loads if one.block.group == index]:
+                rows = [row[: group.block_bytes] for _, row in own]
+                self._copy.to_device(index, [one.block.block for one, _ in own], rows)
+        for one, _ in loads:
+            del self._loads[one.block.block]
+            self._arrived.add(one.block.block)
+        self._counts.add("loaded", len(loads))
+
+    def _event(self) -> Any:
+        """Return an event after the copies so far, None where they are complete."""
+        if not self._devices:
+            return None
+        with torch.cuda.device(self._devices[0]):
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+
+def _write(store: BlockStore, ticket: Any, data: Any, devices: Sequence[torch.device]) -> bool:
+    """Write a row once its copy is complete."""
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return store.write(ticket, data)

@@ -1,0 +1,280 @@
+"""Connectors in order. Any connector can be a tier, also one that knows nothing of tiers.
+
+The blocks that the pool gives up go to the first tier. A tier that `spills` says what it gives up, which goes to the
+next one. Behind a tier that does not say it, the next one gets the same blocks as that tier. A block is loaded from the
+first tier that holds it. If that is a lower one, it is saved in the first tier again.
+
+A lower tier gets spilled blocks under numbers beyond the pool's. Its `BlockCopy` copies those from host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from attrs import define, evolve, field
+
+from slotline.registry.contracts import (
+    AsyncKVConnector,
+    BlockCopy,
+    BlockHash,
+    CacheBlock,
+    CountingKVConnector,
+    EvictedBlock,
+    KVCache,
+    KVConnector,
+    KVConnectorCapabilities,
+    KVConnectorContext,
+)
+
+logger = logging.getLogger("slotline")
+
+FINISH_SECONDS = 10.0
+"""Time after which `finish` gives up waiting for a device. An asynchronous tier has its own limit."""
+
+
+@define(eq=False)
+class SpillCopy:
+    """`BlockCopy` of a tier: blocks from `first` on are rows of host memory.
+
+    Attributes:
+        copy: of the caches.
+        first: number of the first row.
+        rows: spilled rows, in the order of their numbers.
+    """
+
+    copy: BlockCopy
+    first: int
+    rows: list[torch.Tensor] = field(factory=list)
+
+    def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """See `BlockCopy`."""
+        pairs = list(zip(blocks, rows, strict=True))
+        for block, row in pairs:
+            if block >= self.first:
+                row.copy_(self.rows[block - self.first])
+        if own := [(block, row) for block, row in pairs if block < self.first]:
+            self.copy.to_host(group, [block for block, _ in own], [row for _, row in own])
+
+    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """See `BlockCopy`."""
+        self.copy.to_device(group, blocks, rows)
+
+
+@define(eq=False)
+class Tier:
+    """A connector, and what is on its way to and from it.
+
+    Attributes:
+        name: of the connector.
+        capabilities: of the connector.
+        connector: built with `copy`.
+        copy: its copies.
+        saves, loads: of the next start.
+        coming: loads of a connector that is not asynchronous, each batch with an event after its copies.
+    """
+
+    name: str
+    capabilities: KVConnectorCapabilities
+    connector: KVConnector
+    copy: SpillCopy
+    saves: list[CacheBlock] = field(factory=list)
+    loads: list[CacheBlock] = field(factory=list)
+    coming: list[tuple[Any, list[CacheBlock]]] = field(factory=list)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return whether its loads end in later steps."""
+        return bool(self.capabilities.asynchronous.support)
+
+    def take(self, evicted: EvictedBlock) -> None:
+        """Save a block that the tier above gives up. Its bytes are copied now."""
+        self.saves.append(CacheBlock(evicted.group, evicted.block_hash, self.copy.first + len(self.copy.rows)))
+        self.copy.rows.append(evicted.row.clone())
+
+
+class Tiers:
+    """Connector made of connectors. Implements `AsyncKVConnector` and `CountingKVConnector`."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        assert context.inner is not None
+        self._copy, self._promote = context.copy, context.options.promote
+        caches = [cache for cache in context.caches.values() if isinstance(cache, KVCache)]
+        self._cuda = sorted({str(c.key.device) for c in caches if c.key.device.type == "cuda"})
+        self._fresh: set[int] = set()  # addresses of rows whose copies from the device may not be complete
+        self._tiers: list[Tier] = []
+        for number, name in enumerate(context.options.tiers):
+            copy = SpillCopy(_Watched(context.copy, self._fresh) if self._cuda else context.copy, context.num_blocks)
+            last = number + 1 == len(context.options.tiers)
+            evicted = None if last else partial(self._spilled, number + 1)
+            given = evolve(context, copy=copy, evicted=evicted)
+            self._tiers.append(Tier(name, *context.inner(name, given), copy))
+        self._of: dict[int, tuple[int, CacheBlock]] = {}  # by block: the tier that it comes from
+        self._failed: set[int] = set()
+        self._promoted = 0
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        found = [False] * len(hashes)
+        for tier in self._tiers:
+            missing = [index for index, here in enumerate(found) if not here]
+            for index, here in zip(missing, tier.connector.held(group, [hashes[i] for i in missing]), strict=True):
+                found[index] = bool(here)
+        return found
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self._failed |= {one.block for one in self._assign(loads)}
+        self._save(0, saves)
+        for tier in self._tiers:
+            self._start(tier)
+
+    def wait(self) -> None:
+        for tier in self._tiers:
+            tier.connector.wait()
+
+    def arrived(self) -> Collection[int]:
+        arrived = set[int]()
+        for number, tier in enumerate(self._tiers):
+            arrived |= self._arrived_of(number, tier)
+        return arrived
+
+    def failed(self) -> Collection[int]:
+        for tier in self._tiers:
+            self._failed |= set(tier.connector.failed()) & self._of.keys()
+        failed, self._failed = self._failed, set()
+        for block in failed:
+            self._of.pop(block, None)
+        return failed
+
+    def finish(self) -> None:
+        latest = time.monotonic() + FINISH_SECONDS
+        for tier in self._tiers:
+            if tier.asynchronous:
+                cast("AsyncKVConnector", tier.connector).finish()
+            while any(event is not None and not event.query() for event, _ in tier.coming):
+                if time.monotonic() > latest:
+                    break
+                time.sleep(0.001)
+
+    def reset(self) -> None:
+        for tier in self._tiers:
+            tier.connector.reset()
+
+    def counts(self) -> Mapping[str, float]:
+        found: dict[str, float] = {"promoted": self._promoted}
+        for tier in self._tiers:
+            if tier.capabilities.counts.support:
+                own = cast("CountingKVConnector", tier.connector).counts()
+                found |= {f"{tier.name}_{event}": value for event, value in own.items()}
+        return found
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all saves are written. Return False if they are not after so long."""
+        waits: list[Callable[[float], bool]] = [
+            tier.connector.flush for tier in self._tiers if hasattr(tier.connector, "flush")
+        ]
+        return all(wait(seconds) for wait in waits)
+
+    def _assign(self, loads: Sequence[CacheBlock]) -> list[CacheBlock]:
+        """Give each load to the first tier that holds its block. Return those of none."""
+        left = list(loads)
+        for number, tier in enumerate(self._tiers):
+            rest = list[CacheBlock]()
+            for group in sorted({one.group for one in left}):
+                own = [one for one in left if one.group == group]
+                here = tier.connector.held(group, [one.block_hash for one in own])
+                tier.loads += [one for one, held in zip(own, here, strict=True) if held]
+                rest += [one for one, held in zip(own, here, strict=True) if not held]
+            self._of |= {one.block: (number, one) for one in tier.loads}
+            left = rest
+        return left
+
+    def _save(self, number: int, blocks: Sequence[CacheBlock]) -> None:
+        """Have a tier save blocks of the pool, and those below it that do not hear what it gives up."""
+        for tier in self._tiers[number:]:
+            tier.saves += blocks
+            if tier.capabilities.spills.support:
+                return
+
+    def _spilled(self, number: int, blocks: Sequence[EvictedBlock]) -> None:
+        """Have a tier take blocks that the one above gives up, and those below that do not hear of it otherwise."""
+        if self._cuda and any(one.row.data_ptr() in self._fresh for one in blocks):
+            for device in self._cuda:
+                torch.cuda.synchronize(device)
+            self._fresh.clear()
+        for tier in self._tiers[number:]:
+            for one in blocks:
+                tier.take(one)
+            if tier.capabilities.spills.support:
+                return
+
+    def _start(self, tier: Tier) -> None:
+        """Start what a tier has to do. Tiers above have been started: what they give up is known."""
+        saves, tier.saves = tier.saves, []
+        loads, tier.loads = tier.loads, []
+        if not saves and not loads:
+            return
+        try:
+            tier.connector.start(saves, loads)
+            if loads and not tier.asynchronous:
+                tier.connector.wait()
+                tier.coming.append((self._event(), loads))
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("tier %s cannot save %d blocks and load %d", tier.name, len(saves), len(loads))
+            self._failed |= {one.block for one in loads}
+        finally:
+            tier.copy.rows.clear()
+
+    def _arrived_of(self, number: int, tier: Tier) -> set[int]:
+        """Return the blocks that have arrived from a tier."""
+        if tier.asynchronous:
+            arrived = set(cast("AsyncKVConnector", tier.connector).arrived()) & self._of.keys()
+        else:
+            arrived = self._ended(tier)
+        blocks = [self._of.pop(block)[1] for block in sorted(arrived)]
+        if blocks and number and self._promote:
+            self._promoted += len(blocks)
+            self._save(0, blocks)
+            for one in self._tiers:
+                self._start(one)
+                one.connector.wait()
+        return arrived
+
+    def _ended(self, tier: Tier) -> set[int]:
+        """Return the blocks of a connector that loads in the step, whose copies are complete."""
+        left, ended = list[tuple[Any, list[CacheBlock]]](), set[int]()
+        for event, loads in tier.coming:
+            if event is None or event.query():
+                ended |= {one.block for one in loads}
+            else:
+                left.append((event, loads))
+        tier.coming = left
+        self._failed |= set(tier.connector.failed()) & self._of.keys()
+        return ended - self._failed
+
+    def _event(self) -> Any:
+        """Return an event after the copies so far, None where they are complete."""
+        if not self._cuda:
+            return None
+        with torch.cuda.device(self._cuda[0]):
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+
+@define(eq=False)
+class _Watched:
+    """`BlockCopy` that notes which rows it copies to."""
+
+    copy: BlockCopy
+    fresh: set[int]
+
+    def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        self.fresh |= {row.data_ptr() for row in rows}
+        self.copy.to_host(group, blocks, rows)
+
+    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        self.copy.to_device(group, blocks, rows)
