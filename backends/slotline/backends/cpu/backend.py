@@ -123,7 +123,7 @@ class CpuBackend:
         strides = (key.stride(0), value.stride(0))
         self._store(plan.rows, self._kv_heads, bound.shape, addresses, strides, kernels.TAGS[dtype])
 
-    def scores(
+    def attention_scores(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,

@@ -246,7 +246,7 @@ class TorchBackend:
             rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
             _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
 
-    def scores(
+    def attention_scores(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,

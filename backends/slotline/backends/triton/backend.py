@@ -332,7 +332,7 @@ class TritonBackend:
             has_scales=factors is not None,
         )
 
-    def scores(
+    def attention_scores(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,

@@ -72,7 +72,7 @@ class Windows:
         for group, own in enumerate(layers):
             for layer in own:
                 write, forward, cache, position = router.routes[layer.index]
-                scores = router.groups[position].backend.scores  # type: ignore[attr-defined]  # negotiated
+                scores = router.groups[position].backend.attention_scores  # type: ignore[attr-defined]  # negotiated
                 watched = partial(self._forward, group, scores, forward)
                 router.routes[layer.index] = write, watched, cache, position
 

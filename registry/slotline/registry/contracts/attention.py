@@ -499,7 +499,7 @@ class CascadeBackend(AttentionBackend, Protocol):
 class ScoringBackend(AttentionBackend, Protocol):
     """Protocol of a built backend that declares `scores`."""
 
-    def scores(
+    def attention_scores(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,

@@ -122,6 +122,33 @@ def attention(
     return Answer(out, torch.logsumexp(scores.double(), 2), largest)
 
 
+def probabilities(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return how much a request's last tokens attend to each key, [L, Hkv] float64: head by head, query by query.
+
+    The mean is taken over the queries and over the query heads of each KV head. The arguments are those of `attention`.
+    """
+    found = torch.zeros(len(keys), keys.shape[1], dtype=torch.float64)
+    group = query.shape[1] // keys.shape[1]
+    for head in range(query.shape[1]):
+        for place, row in enumerate(query[:, head].double().cpu(), len(keys) - len(query)):
+            first = 0 if window is None else max(0, place + 1 - window)
+            logits = keys[first : place + 1, head // group].double().cpu() @ row * scale
+            logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head : head + 1].double().cpu()])
+            weights = torch.softmax(logits, 0)[: place + 1 - first]
+            found[first : place + 1, head // group] += weights / (group * len(query))
+    return found
+
+
 def picked(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, seen: torch.Tensor, most: int
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from slotline.testing.mutants.attention import (
     paging,
     plans,
     scales,
+    scores,
     sizes,
 )
 
@@ -27,6 +28,7 @@ MUTANTS = (
     *outputs.MUTANTS,
     *plans.MUTANTS,
     *scales.MUTANTS,
+    *scores.MUTANTS,
     *cascade.MUTANTS,
     *latents.MUTANTS,
     *alibi.MUTANTS,

@@ -38,6 +38,7 @@ descriptor = Descriptor(
         kv_scales=Flag(True),
         bounded_lengths=True,
         lse=Flag(True),
+        scores=Flag(True),
         limits=(
             Limit(
                 when="sliding_window",

@@ -113,6 +113,27 @@ class EagerAttention:
                 out[rows] = own.to(out.dtype)
         return lse
 
+    def attention_scores(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: KVCache,
+        blocks: torch.Tensor,
+        num_keys: int,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return how much the last tokens of a request attend to each key, see `ScoringBackend`."""
+        table = blocks[None]
+        plan = Plan([0, len(query)], [num_keys], table, table[0, :0], causal=True)
+        keys, _ = self.scaled(layer, *self.gather(cache, plan, 0, 0, num_keys))
+        seen = self.visible(layer, plan, len(query), 0, num_keys).to(query.device)
+        weights, _ = self.softmax(self.scores(layer, query, keys).masked_fill(~seen, -torch.inf), sinks)
+        return self.mean_of_window(layer, weights)
+
+    def mean_of_window(self, layer: AttentionLayer, weights: torch.Tensor) -> torch.Tensor:
+        """Return the means [n, Hkv] of weights [H, q, n], over queries and over the query heads of each KV head."""
+        return weights.unflatten(0, (layer.num_kv_heads, -1)).mean((1, 2)).T
+
     def scaled(
         self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
