@@ -1,4 +1,4 @@
-"""Train draft heads for a model: EAGLE, EAGLE-3 or Medusa, in the folders that their authors publish.
+"""Train draft heads for a model: EAGLE, EAGLE-3, DFlash or Medusa, in the folders that their authors publish.
 
 The model itself writes most of the training text: it continues, mostly greedily, the beginnings of source files, since
 a head must guess what the model would write. A head is trained on its own guesses for as many steps as it will draft
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dflash_trainer import DFlashTrainer
 from eagle_trainer import EagleTrainer
 from medusa_trainer import MedusaTrainer
 from small_model import Corpus, collect, encode_documents, long_lines, without_copies
@@ -28,7 +29,12 @@ from text import Prompts, Text, Writer, prompts_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
-TRAINERS: dict[str, Any] = {"eagle": EagleTrainer, "eagle3": EagleTrainer, "medusa": MedusaTrainer}
+TRAINERS: dict[str, Any] = {
+    "eagle": EagleTrainer,
+    "eagle3": EagleTrainer,
+    "dflash": DFlashTrainer,
+    "medusa": MedusaTrainer,
+}
 
 
 def more_texts(roots: list[Path], held_out: list[str]) -> list[str]:
@@ -170,6 +176,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--writers", type=int, default=0, help="processes that write while heads train; 0: this one, before")
     add("--texts", type=Path, help="folder that writers write to and others may read; without writers, to read from")
     add("--sampled", type=float, default=0.25, help="share of texts that are not greedy, but sampled")
+    add("--plain", type=float, default=0.0, help="share of a step's windows that are source as it stands")
     add("--renamed", type=float, default=0.0, help="share of prompts whose names are exchanged for others")
     add("--memory", default="8GiB" if cuda else "256MiB", help="keys and values of a writer's engine")
     add("--context", type=int, default=512, help="tokens of a window")
@@ -178,11 +185,13 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--optimizer", choices=["adamw", "muon"], default="adamw", help="of matrices; muon suits Medusa's blocks")
     add("--weight-decay", type=float, default=0.05)
-    add("--intermediate-size", type=int, default=0, help="of an EAGLE head's MLP; the model's by default")
-    add("--layer-ids", type=int, nargs="+", help="the model's layers, from 0, whose inputs EAGLE-3 reads")
+    add("--intermediate-size", type=int, default=0, help="of an EAGLE or DFlash head's MLP; the model's by default")
+    add("--layer-ids", type=int, nargs="+", help="the model's layers, from 0, whose inputs a head reads")
     text = "tokens that an EAGLE-3 head knows (2048), or Medusa's own projections (none: it shares the model's)"
     add("--draft-vocab-size", type=int, help=text)
-    add("--layers", type=int, default=2, help="residual blocks of a Medusa head")
+    add("--layers", type=int, default=2, help="residual blocks of a Medusa head, decoder layers of a DFlash head")
+    add("--anchors", type=int, default=64, help="blocks of a window that a DFlash head learns from in a step")
+    add("--mask-token-id", type=int, default=1, help="stands at a DFlash head's places to draft; a token of no text")
     add("--floor", type=float, default=1.0, help="what a position counts for Medusa heads behind a wrong one")
     add("--skipped", type=float, default=1.0, help="what a position counts for Medusa heads that drafts jump over")
     add(
@@ -193,6 +202,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--held-out", type=int, default=256, help="prompts of held-out files to measure with")
     add("--seed", type=int, default=0)
+    add("--autocast", action=argparse.BooleanOptionalAction, default=cuda, help="multiply matrices in bfloat16")
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")
     add("--graph", action=argparse.BooleanOptionalAction, default=cuda, help="capture the step as a CUDA graph")
     options = parser.parse_args(arguments)

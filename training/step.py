@@ -19,14 +19,14 @@ class Step:
     """Called with windows [batch, context] int64 and how far the training is; `loss` is the last one's, on the device.
 
     Args:
-        options: device, batch, context, optimizer, lr, weight_decay, compile, graph.
+        options: device, batch, context, optimizer, lr, weight_decay, autocast, compile, graph.
     """
 
     def __init__(self, trainer: Any, target: Target, options: argparse.Namespace) -> None:
         self._trainer, self._target, self._device = trainer, target, torch.device(options.device)
         self._windows = torch.zeros(options.batch, options.context, dtype=torch.int64, device=self._device)
         self._lr, self._progress, self.loss = (torch.zeros((), device=self._device) for _ in range(3))
-        self._peak = options.lr
+        self._peak, self._autocast = options.lr, options.autocast
         self._optimizers = optimizers_of(trainer, self._lr, options)
         cuda = self._device.type == "cuda"
         self._loss_of = torch.compile(trainer.loss, dynamic=False) if options.compile else trainer.loss
@@ -60,7 +60,7 @@ class Step:
             self._run()
 
     def _run(self) -> None:
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             loss = self._loss_of(self._target, self._windows, *self._states_of(self._windows), self._progress)
         torch.autograd.backward(loss)
         parameters = list(self._trainer.parameters())

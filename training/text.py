@@ -217,7 +217,18 @@ class Text:
         self._looked = time.monotonic()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Windows [count, context] int64: the next that no sample had, or random ones where there are too few."""
+        """Windows [count, context] int64: the next that no sample had, or random ones where there are too few.
+
+        A share `options.plain` of them is source that the model did not write.
+        """
+        plain = round(self._options.plain * count)
+        if plain:
+            source = self._prompts(self._options.context, plain, generator).to(self._windows.device)
+            return torch.cat([source, self.sample_written(count - plain, generator)])
+        return self.sample_written(count, generator)
+
+    def sample_written(self, count: int, generator: torch.Generator) -> Tensor:
+        """Windows [count, context] int64 that the model has written, as `sample` says."""
         self._receive()
         self.read = max(self.read, self.written - KEPT)
         if self.written - self.read >= count:

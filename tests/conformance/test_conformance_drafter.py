@@ -54,7 +54,7 @@ def test_drafters_whose_needs_only_an_engine_can_give_are_skipped_with_the_reaso
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree"])
+@pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree", "drafter:dflash"])
 def test_a_drafter_with_weights_runs_with_those_that_it_makes_up(name):
     records = check_plugin(name)
     assert [f"{r.id}: {r.reason}" for r in records if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []

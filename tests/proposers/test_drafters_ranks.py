@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dflash_folders
 import head_folders
 import mtp_checkpoints
 import pytest
@@ -23,15 +24,17 @@ PROMPTS = random_prompts([5, 40, 17, 2, 30], seed=3)
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
 DRAFTERS = [
     *("eagle3", "medusa_tree", "draft_model", "mtp"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "suffix", "eagle", "medusa")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "suffix", "eagle", "dflash", "medusa")),
 ]
 
 
 def checkpoints(name: str, tiny: Tiny, root: Path) -> tuple[Path, Path | None]:
     """The checkpoint that a drafter drafts for, and the drafter's own folder."""
-    model = tiny("llama_deep" if name == "eagle3" else "llama")
+    model = tiny("llama_deep" if name in ("eagle3", "dflash") else "llama")
     if name in ("eagle", "eagle3"):
         return model, head_folders.build(root / name, model, name)
+    if name == "dflash":
+        return model, dflash_folders.build(root / name, model)
     if name.startswith("medusa"):
         return model, written(root / name, heads_of(64, VOCAB_SIZE), "shared")
     if name == "mtp":

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import dflash_folders
 import head_folders
 import mtp_checkpoints
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-POOLS = {"eagle": "160KiB", "eagle3": "160KiB", "draft_model": "160KiB", "mtp": "160KiB"}
+POOLS = {"eagle": "160KiB", "dflash": "220KiB", "eagle3": "160KiB", "draft_model": "160KiB", "mtp": "160KiB"}
 """Memory for the longest request and little more, where a drafter has layers of its own; 128 KiB elsewhere."""
 
 
@@ -31,9 +32,11 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[str
     root, made = tmp_path_factory.mktemp("drafters"), dict[str, tuple[Path, Path | None]]()
 
     def build(name: str) -> tuple[Path, Path | None]:
-        model = tiny("llama_deep" if name == "eagle3" else "llama")
+        model = tiny("llama_deep" if name in ("eagle3", "dflash") else "llama")
         if name in ("eagle", "eagle3"):
             return model, head_folders.build(root / name, model, name)
+        if name == "dflash":
+            return model, dflash_folders.build(root / name, model)
         if name.startswith("medusa"):
             return model, written(root / name, heads_of(64, VOCAB_SIZE), "shared")
         if name == "draft_model":
@@ -49,10 +52,10 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[str
     return get
 
 
-@pytest.mark.spread(9)
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(
-    "name", ["ngram", "suffix", "eagle", "eagle3", "medusa", "medusa_tree", "draft_model", "mtp", "grammar"]
+    "name", ["ngram", "suffix", "eagle", "eagle3", "dflash", "medusa", "medusa_tree", "draft_model", "mtp", "grammar"]
 )
 def test_greedy_texts_are_those_without_a_drafter(
     name: str, backend: str, heads: Callable[[str], tuple[Path, Path | None]], engines: Engines

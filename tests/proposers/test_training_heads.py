@@ -47,7 +47,7 @@ def plain() -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "medusa"])
 def test_a_few_steps_give_a_head_that_serves(
     heads: Any, corpus: Path, tmp_path: Path, plain: list[list[int]], kind: str
 ) -> None:

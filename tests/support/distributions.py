@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import dflash_folders
 import head_folders
 import mtp_checkpoints
 import numpy as np
@@ -45,7 +46,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "bias": {"temperature": 1.0, "logit_bias": {2: 1.5, 4: -1.0}},
     "penalties": {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
 }
-DRAFTERS = ("ngram", "suffix", "medusa", "medusa_tree", "draft_model", "eagle", "eagle3", "mtp")
+DRAFTERS = ("ngram", "suffix", "medusa", "medusa_tree", "draft_model", "eagle", "eagle3", "dflash", "mtp")
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 Law = dict[tuple[int, ...], npt.NDArray[np.float64]]
@@ -124,7 +125,7 @@ def drafting_with(name: str, folder: Path, tiny: Build) -> tuple[Path, dict[str,
         folder: of untrained heads, which are made there.
     """
     sizes = {"vocab_size": VOCAB, "initializer_range": 0.2}
-    model = tiny("llama_deep" if name == "eagle3" else "llama", **sizes)
+    model = tiny("llama_deep" if name in ("eagle3", "dflash") else "llama", **sizes)
     settings: dict[str, Any] = {"drafter.name": name, "drafter.tokens": K, "drafter.adaptive": False}
     if name in ("ngram", "suffix"):
         settings[f"drafter.{name}.min_tokens"] = 1
@@ -135,6 +136,8 @@ def drafting_with(name: str, folder: Path, tiny: Build) -> tuple[Path, dict[str,
     elif name.startswith("eagle"):
         own = {"draft_vocab_size": VOCAB} if name == "eagle3" else {}
         settings["drafter.path"] = str(head_folders.build(folder, model, name, **own))
+    elif name == "dflash":
+        settings["drafter.path"] = str(dflash_folders.build(folder, model))
     elif name == "mtp":
         model = mtp_checkpoints.build(folder, tiny("qwen2", **sizes), "qwen2")
     return model, settings

@@ -468,7 +468,7 @@ class EngineBuilder:
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=self.planned.chunked_prefill,
             default_seed=config.sampling.seed,
-            lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
+            lookahead=self.planned.lookahead,
             extensions=extensions,
             policy=build_policy(self.planned),
         )

@@ -257,6 +257,10 @@ def choose_draft_graphs(
         texts.append("no verifying step is captured")
     if refusal := drafter.capabilities.graphs.refusal(True):
         texts.append(f"drafter {drafter.name!r}: graphs {refusal}")
+    if drafter.capabilities.block_attention != "none":
+        texts.append(f"drafter {drafter.name!r}: blocks of several queries are not captured")
+    if drafter.capabilities.state != "none":
+        texts.append(f"drafter {drafter.name!r} keeps a state by row, and a graph knows no rows")
     if loaded.config.drafter.max_model_len:
         texts.append("drafter.max_model_len changes the positions of longer requests for the drafter")
     own, planned_once = {layer.index for layer in layers}, Need(capability="plan_once", value=True, origin="drafter")

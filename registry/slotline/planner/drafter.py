@@ -51,8 +51,8 @@ def draft_layers(
     """Return the drafter's own attention layers, numbered after the model's.
 
     Raises:
-        SlotlineError: if the drafter does not fit the model, if its layers are not decoder layers, or if the model is
-            divided over stages.
+        SlotlineError: if the drafter does not fit the model, if its layers are not decoder layers or cannot see keys
+            ahead where its blocks need it, or if the model is divided over stages.
     """
     if descriptor is None or not descriptor.capabilities.needs_kv_group:
         return ()
@@ -84,7 +84,14 @@ def draft_layers(
             "is given neither an encoder's keys nor whole prompts",
             fix="name another checkpoint in drafter.path, one of a decoder",
         )
-    return tuple(evolve(layer, name=f"{name}.{layer.name}") for layer in own)
+    ahead = descriptor.capabilities.block_attention == "full"
+    if ahead and (odd := [layer for layer in own if layer.chunk is not None or layer.alibi_slopes is not None]):
+        raise NegotiationError(
+            f"drafter {name!r} has an attention layer {odd[0].name!r} with chunks or ALiBi, and tokens of its blocks "
+            "see later ones, which is not defined there",
+            fix="name another checkpoint in drafter.path",
+        )
+    return tuple(evolve(layer, name=f"{name}.{layer.name}", keys_ahead=ahead or layer.keys_ahead) for layer in own)
 
 
 def numbered(layers: Sequence[AttentionLayer], first: int) -> tuple[AttentionLayer, ...]:

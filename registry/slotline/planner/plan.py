@@ -202,6 +202,13 @@ class Planned:
         return not self.rank_stages or self.place.index("pipeline") == len(self.rank_stages) - 1
 
     @property
+    def lookahead(self) -> int:
+        """Tokens after a step's own that a drafter with layers of its own stores keys of: its drafts, and a block's."""
+        if self.drafter is None or not self.draft_layers:
+            return 0
+        return self.loaded.config.drafter.tokens + (self.drafter.capabilities.block_attention != "none")
+
+    @property
     def proposes(self) -> bool:
         """Whether the drafter, if there is one, works in this process. It does not where the last rank proposes."""
         return self.is_last_stage or not proposes_on_last(self.drafter)

@@ -69,7 +69,7 @@ class DispatchedAttention:
     It implements `slotline.registry.contracts.model_family.StoringAttend`.
     """
 
-    _router: AttentionDispatcher
+    router: AttentionDispatcher
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class DispatchedAttention:
         **more: Any,  # `inputs`, for layers that have some
     ) -> torch.Tensor:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
-        router = self._router
+        router = self.router
         if wanted:
             return router.attend_wanted(layer, query, key, value, sinks, written)
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
@@ -97,11 +97,11 @@ class DispatchedAttention:
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
-        return self._router.takes_wanted(layer)
+        return self.router.takes_wanted(layer)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`."""
-        return self._router.slots(layer, key)
+        return self.router.slots(layer, key)
 
 
 class AttentionDispatcher:

@@ -200,6 +200,7 @@ class AsyncSpecDecode:
             draft = drafting.call_drafter(self._batch(settled, rows, stood, states), settled.attend)
             drafting.check_shape(draft, len(rows))
         except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
+            drafting.lose(rows)
             drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
         found = draft.token_ids

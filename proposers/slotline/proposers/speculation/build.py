@@ -150,6 +150,7 @@ class DraftRunnerBuilder:
             max_model_len=planned.max_model_len,
             num_tokens=self.context.num_tokens,
             leads=_descriptor(planned).capabilities.catches_up,
+            blocks=_descriptor(planned).capabilities.block_attention,
             device=planned.device,
             ops=planned.hardware[planned.device].ops,
         )

@@ -20,10 +20,12 @@ from slotline.core.device.torch_ops import TorchOps
 from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.core.kv_cache.cache_group import CacheGroup
-from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, DispatchedAttention, StepPlans
 from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOps, DraftPlaces, TreeMask
+from slotline.registry.errors import ContractError
 
 Int = npt.NDArray[np.int64]
+Store = Callable[[AttentionLayer, torch.Tensor, torch.Tensor], None]
 WIDTHS = 16
 """Block tables are padded to a multiple of this many columns, if they have them, to compile kernels for few widths."""
 
@@ -94,6 +96,21 @@ class ProposalAttention:
             self._starts, self._seq_lens, self._places, self._tables, first, end, offsets, tree=mask
         )
 
+    def block(self, num_queries: int, causal: bool = False) -> Attend:
+        """Return attention of `num_queries` tokens of each request. See `BlockAttention`."""
+        self._attention.check_block(num_queries, causal)
+        offsets = torch.arange(num_queries, device=self._places.positions.device)
+        return self._attention.attend_several(
+            self._starts,
+            self._seq_lens,
+            self._places,
+            self._tables,
+            0,
+            num_queries,
+            offsets.expand(len(self._starts.one) - 1, num_queries),
+            ahead=not causal,
+        )
+
 
 @frozen(eq=False)
 class CapturedAttention:
@@ -137,6 +154,7 @@ class DraftAttention:
         max_model_len: longest sequence, in tokens.
         num_tokens: draft tokens.
         leads: True if the first step also takes the token before the newest.
+        blocks: as `DrafterCapabilities.block_attention`. A block may have one token more than drafts.
         device: torch device string.
         ops: operations of the device.
     """
@@ -151,13 +169,15 @@ class DraftAttention:
         max_model_len: int,
         num_tokens: int,
         leads: bool,
+        blocks: str = "none",
         device: str,
         ops: DeviceOps | None = None,
     ) -> None:
         self._router, read = router.part(layers)
         self._groups = [(groups[index], kernel_block_sizes[index]) for index in read]
         self._max_model_len = max_model_len
-        self._offsets = np.arange(num_tokens)[:, None]
+        self._blocks = blocks
+        self._offsets = np.arange(num_tokens + (blocks != "none"))[:, None]
         self._leads = leads
         self._device = device
         self._find_places = (ops or TorchOps()).draft_places
@@ -166,6 +186,20 @@ class DraftAttention:
         """Return the most bytes that `stage` uploads."""
         tables = sum(reserved_bytes((max_requests, group.table.shape[1]), np.int32) for group, _ in self._groups)
         return tables + 2 * reserved_bytes((max_requests + 1,), np.int32)
+
+    def check_block(self, num_queries: int, causal: bool) -> None:
+        """Raise ContractError for a block that the drafter did not declare, or that is too large."""
+        if self._blocks == "none" or (self._blocks == "causal" and not causal):
+            raise ContractError(
+                f"attend_block was called with causal={causal}, and the drafter declares block_attention = "
+                f"{self._blocks!r}",
+                fix=f"declare block_attention={'causal' if causal else 'full'!r}",
+            )
+        if not 1 <= num_queries <= (most := len(self._offsets)):
+            raise ContractError(
+                f"attend_block was called for {num_queries} queries of a request",
+                fix=f"call it for 1 to {most}, one more than drafts",
+            )
 
     def has_room(self, rows: Int, bounds: Int) -> npt.NDArray[np.bool_]:
         """Return a mask of `rows` [n] with blocks for a whole proposal after positions up to `bounds` [n]."""
@@ -253,6 +287,8 @@ class DraftAttention:
         end: int,
         offsets: torch.Tensor,
         tree: TreeMask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Attend:
         """Return attention of the tokens in the slots `first` to `end` after the known ones, of each request.
 
@@ -260,7 +296,10 @@ class DraftAttention:
             starts, seq_lens, places, tables: as for `attend`.
             offsets: [n, end - first] int64 on the device, the tokens' distances from the newest token in a text.
             tree: what the tokens see of each other. None for those before.
+            ahead: True if all of them see each other.
         """
+        seen = np.tile(np.arange(end - first, dtype=np.int32)[::-1], len(starts.one) - 1) if ahead else None
+        seen_device = None if seen is None else torch.from_numpy(seen).to(self._device)
         each, positions = end - first, (places.positions[0][:, None] + offsets).clamp(max=self._max_model_len - 1)
         batches = [
             AttentionBatch(
@@ -277,6 +316,8 @@ class DraftAttention:
                 seq_lens_cpu=seq_lens[end - 1],
                 num_decodes=len(starts.one) - 1 if each == 1 else 0,
                 tree=tree,
+                keys_ahead=seen_device,
+                keys_ahead_cpu=seen,
             )
             for table, slots in zip(tables, places.slots, strict=True)
         ]
@@ -315,6 +356,24 @@ class DraftAttention:
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+
+def stored_by(attend: Attend) -> Store:
+    """Return what fills the caches of a step without attention. See `ComputedTokens.store`.
+
+    A backend that writes only inside `forward` is given queries of zeros.
+    """
+    assert isinstance(attend, DispatchedAttention)
+    router = attend.router
+
+    def store(layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+        write, _, cache, position = router.routes[layer.index]
+        if write is None:
+            attend(layer, key.new_zeros(len(key), layer.num_heads, layer.head_size), key, value, None)
+        else:
+            write(layer, key, value, cache, router.step.plans[position])
+
+    return store
 
 
 def _mask(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

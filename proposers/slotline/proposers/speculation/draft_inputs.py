@@ -11,6 +11,7 @@ import torch
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.sampling.sampler import uniforms
+from slotline.proposers.speculation.draft_attention import stored_by
 from slotline.proposers.speculation.draft_history import DraftHistory
 from slotline.proposers.speculation.hidden_states import ComputedStates, HiddenStates
 from slotline.registry.contracts import ComputedTokens, DraftBatch
@@ -66,6 +67,7 @@ def computed_tokens(
     embed: Callable[[torch.Tensor], torch.Tensor] | None,
     hidden_states: bool,
     attends: bool,
+    served: npt.NDArray[np.bool_],
 ) -> ComputedTokens:
     """Build the drafter's view of a computed step.
 
@@ -76,6 +78,7 @@ def computed_tokens(
         embed: embeds tokens, for drafters that see multimodal inputs and prompts of embeddings one token ahead.
         hidden_states: True if the drafter reads the hidden states.
         attends: True if it has its own attention layers.
+        served: [max_requests], rows whose requests the drafter admitted.
     """
     inputs = states.inputs
     starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
@@ -87,6 +90,7 @@ def computed_tokens(
             next_embeds = ahead.merged(embed if others is None else lambda _, kept=others: kept, following)
     return ComputedTokens(
         rows=torch.from_numpy(inputs.rows.copy()),
+        served=torch.from_numpy(served[inputs.rows]),
         query_start_loc=torch.from_numpy(starts.astype(np.int64)),
         token_ids=states.token_ids.to(device),
         positions=inputs.positions.to(device),
@@ -95,6 +99,7 @@ def computed_tokens(
         hidden_states=states.hidden if hidden_states else None,
         layer_hidden_states=states.layers,
         attend=states.attend if attends else None,
+        store=stored_by(states.attend) if attends else None,
     )
 
 

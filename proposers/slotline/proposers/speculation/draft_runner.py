@@ -40,6 +40,7 @@ from slotline.registry.contracts import (
     Drafter,
     DrafterCapabilities,
     Observer,
+    StatefulDrafter,
     TimePoint,
 )
 from slotline.registry.ranks import ALONE, Place
@@ -108,8 +109,11 @@ class DraftRunner:
         self.needs_hidden_states = capabilities.needs_hidden_states and not self._is_told
         self.needs_computed = self.observing = capabilities.needs_computed and not self._is_told
         self.catches_up = capabilities.catches_up
+        self._has_blocks = capabilities.block_attention != "none"
+        self._keeps_rows = capabilities.state == "rows" and not self._is_told
         self.gives_probabilities = bool(capabilities.probabilities.support)
         self._caught_up = np.full(rows.max_requests, -1)  # generations of rows whose tokens the drafter's cache has
+        self._generations = np.full(rows.max_requests, -1)  # of rows when the drafter heard of them last
         self.remembers = capabilities.remembers
         self.taps = LayerTaps(layer_ids, device) if layer_ids else None
         self.counts = SpecDecodeMetrics(accepted_at=[0] * num_tokens)
@@ -139,6 +143,7 @@ class DraftRunner:
             self.failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
         else:
             self.served[request.row] = True
+            self._generations[request.row] = self._rows.generation[request.row]
 
     def release(self, row: int) -> None:
         """Release the request of `row`."""
@@ -149,12 +154,31 @@ class DraftRunner:
             except Exception as error:
                 self.failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
+    def _preempt(self, rows: Int) -> None:
+        """Tell a drafter that keeps states of the rows whose computed tokens were given up since the last step."""
+        given_up = rows[self.served[rows] & (self._generations[rows] != self._rows.generation[rows])]
+        self._generations[rows] = self._rows.generation[rows]
+        for row in given_up.tolist():
+            stateful: StatefulDrafter = self.drafter  # type: ignore[assignment]  # it declares a state
+            try:
+                stateful.preempt(row)
+            except Exception as error:  # as in `admit`
+                self.lose(np.array([row]))
+                self.failed(1, f"preempt({row}) raised {type(error).__name__}: {error}")
+
+    def lose(self, rows: Int) -> None:
+        """Release rows whose states a failure has left undefined. Their requests go on without drafts."""
+        for row in rows.tolist() if self._keeps_rows else ():
+            self.release(row)
+
     def begin_step(self, schedule: SchedulerOutput) -> None:
         """Record the start of a step."""
         drafts = self._rows.num_spec_tokens[schedule.rows]
         decodes = bool((schedule.num_scheduled == 1 + drafts).all())
         self._times.begin(schedule.num_tokens, drafted=bool(drafts.any()), decodes=decodes)
         rows = schedule.rows
+        if self._keeps_rows:
+            self._preempt(rows)
         ready = (self._caught_up[rows] == self._rows.generation[rows]) & ~self.drafts.forced[rows]
         self.observing = self.needs_computed and not (self.catches_up and decodes and bool(ready.all()))
         if self._place.rank > 0:
@@ -173,6 +197,7 @@ class DraftRunner:
             observer: Observer = self.drafter  # type: ignore[assignment]
             made_up = self._computed(states)
             made_up.rows = torch.zeros(0, dtype=torch.int64)
+            made_up.served = torch.zeros(0, dtype=torch.bool)
             made_up.query_start_loc = torch.zeros(1, dtype=torch.int64)
             observer.observe(made_up)
 
@@ -215,6 +240,7 @@ class DraftRunner:
             else:
                 self._observed = observer.observe(computed) or ()
         except Exception as error:  # as in `propose`
+            self.lose(states.inputs.rows)
             self.failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
 
     @torch.inference_mode()
@@ -274,6 +300,7 @@ class DraftRunner:
                 raise ValueError("it wrote into token_table, which it is only shown")
             token_ids, tree, parents = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
+            self.lose(rows)
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
         depths = _depths(token_ids.shape[1]) if tree is None else tree.depths
@@ -362,6 +389,7 @@ class DraftRunner:
         if attend is not None:
             batch.attend = attention = attend(batch.positions)
             batch.attend_tree = attention.tree if self._verifies_trees else None
+            batch.attend_block = attention.block if self._has_blocks else None
         return self.drafter.propose(batch)
 
     def mark_unproposed(self, rows: Int) -> None:
@@ -454,6 +482,7 @@ class DraftRunner:
             embed=self._embed,
             hidden_states=self.needs_hidden_states,
             attends=self.attention is not None,
+            served=self.served,
         )
         if self._max_len < self._rows.max_model_len:  # the drafter may have no position beyond
             computed.positions = computed.positions.clamp(max=self._max_len - 1)

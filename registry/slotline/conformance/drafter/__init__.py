@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from slotline.conformance.drafter import contract, edges, engine, form, fuzz, independence, probabilities, refusals
+from slotline.conformance.drafter import (
+    contract,
+    edges,
+    engine,
+    form,
+    fuzz,
+    independence,
+    probabilities,
+    refusals,
+    steps,
+)
 
-__all__ = ["contract", "edges", "engine", "form", "fuzz", "independence", "probabilities", "refusals"]
+__all__ = ["contract", "edges", "engine", "form", "fuzz", "independence", "probabilities", "refusals", "steps"]

@@ -6,7 +6,7 @@ from slotline.registry.contracts.drafter import DrafterCapabilities, DrafterCont
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
-from slotline.testing.environments.drafter import draft_lengths, with_checkpoint
+from slotline.testing.environments.drafter import draft_lengths, with_engine_parts
 
 
 def _context(run: Run) -> DrafterContext:
@@ -20,7 +20,7 @@ def _context(run: Run) -> DrafterContext:
         device=run.subject.device.type,
         dtype="float32",
     )
-    return with_checkpoint(run.subject, context)
+    return with_engine_parts(run.subject, context)
 
 
 register_contract_checks(KindContract(kind=Kind.DRAFTER, capabilities=DrafterCapabilities, context=_context))

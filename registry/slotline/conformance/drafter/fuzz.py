@@ -74,6 +74,9 @@ def _leave(world: World, rng: Random, story: list[str]) -> None:
     """Finish requests, or preempt them and put them on another row."""
     for row, request in tuple(world.requests.items()):
         full = len(request.tokens) + world.num_tokens + LEAST_ROOM > world.max_model_len
+        if world.steps is not None and not full and rng.random() < 0.05:
+            world.preempt(row)
+            story.append(f"row {row} is preempted and stays")
         if not full and rng.random() < 0.9:
             continue
         world.release(row)

@@ -127,13 +127,14 @@ def rows_release(run: Run) -> None:
 @check(Kind.DRAFTER, "drafter.inputs.unchanged", Level.HOSTILE)
 def inputs_unchanged(run: Run) -> None:
     """Nothing in the batch is written to, the garbage in the token table included."""
+    import numpy as np
     import torch
 
     world = world_of(run.subject, _requests(run), garbage="garbage")
     for rows in (range(6), (3,), (5, 0)):
         batch = world.batch(rows)
-        tensors = {name: getattr(batch, name) for name in type(batch).__slots__ if not name.startswith("__")}
-        given = {name: torch.as_tensor(value) for name, value in tensors.items() if value is not None}
+        values = {name: getattr(batch, name) for name in type(batch).__slots__ if not name.startswith("__")}
+        given = {name: torch.as_tensor(v) for name, v in values.items() if isinstance(v, torch.Tensor | np.ndarray)}
         before = {name: value.clone() for name, value in given.items()}
         world.drafter.propose(batch)
         for name, value in given.items():

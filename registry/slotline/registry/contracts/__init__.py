@@ -57,6 +57,7 @@ from slotline.registry.contracts.device import (
     Verified,
 )
 from slotline.registry.contracts.drafter import (
+    BlockAttention,
     CheckpointDrafterFactory,
     ComputedTokens,
     Draft,
@@ -68,6 +69,7 @@ from slotline.registry.contracts.drafter import (
     KVDrafterFactory,
     LayerReader,
     Observer,
+    StatefulDrafter,
 )
 from slotline.registry.contracts.expert_placement import (
     ExpertPlacement,
@@ -213,6 +215,7 @@ __all__ = [
     "AttentionCapabilities",
     "AttentionContext",
     "AttentionLayer",
+    "BlockAttention",
     "BlockCopy",
     "BlockEvents",
     "BlockHash",
@@ -344,6 +347,7 @@ __all__ = [
     "StateSpec",
     "StateSpecContext",
     "StateTensorSpec",
+    "StatefulDrafter",
     "StepBudget",
     "StepExtension",
     "StructuredOutput",

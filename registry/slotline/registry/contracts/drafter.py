@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrs import define, frozen
 
@@ -45,6 +45,13 @@ class DrafterCapabilities:
         needs_computed: sees every token that a step computes, prompts included: `Observer.observe` is called.
         needs_kv_group: has attention layers of its own, which join the model's layers in planning and share its blocks.
             The factory is a `KVDrafterFactory`. Requires `needs_computed`.
+        block_attention: whether a proposal computes several tokens of each request in one pass over the drafter's own
+            layers (`DraftBatch.attend_block`): ``none``, ``causal``, or ``full`` for tokens that all see each other.
+            For ``full`` the layers get `AttentionLayer.keys_ahead`, so that a backend without it is refused. Requires
+            `needs_kv_group`.
+        state: ``rows`` if it keeps something for each row that earlier steps put there and that a history by itself
+            does not give back. The drafter is a `StatefulDrafter`. Requires `needs_computed` or `needs_history`, since
+            not every step ends in a proposal. Its work is not captured in graphs, which know no rows.
         needs_grammar: proposes only tokens that the grammar state allows.
         needs_checkpoint: reads weights of its own from `DrafterContext.path`. The factory may be a
             `CheckpointDrafterFactory`. Without one, the conformance suite can check little.
@@ -73,6 +80,8 @@ class DrafterCapabilities:
     needs_layers: bool = False
     needs_computed: bool = False
     needs_kv_group: bool = False
+    block_attention: Literal["none", "causal", "full"] = "none"
+    state: Literal["none", "rows"] = "none"
     needs_grammar: bool = False
     needs_checkpoint: bool = False
     on_device: bool = False
@@ -110,7 +119,8 @@ class DrafterContext:
     Attributes:
         path: the draft checkpoint's folder: the configured one, else the folder of the drafter's name inside the
             model's folder if it exists, else None.
-        facts: the model's facts. None outside an engine, like the following attributes.
+        facts: the model's facts. None outside an engine, like the following attributes. For a drafter with blocks or a
+            state, the conformance suite makes up facts, `compute_logits`, `embed` and, if it has any, `layers`.
         compute_logits: the model's output projection, for drafters that share it. Maps hidden states [n, hidden_size]
             after the last norm to logits [n, vocab_size] float32, on the device.
         embed: the model's embedding, for drafters that share it. Maps tokens [n] int64 to [n, hidden_size]. None if the
@@ -139,6 +149,25 @@ class DrafterContext:
     ops: DeviceOps | None = None
     form: str = "chain"
     options: Any = None
+
+
+class BlockAttention(Protocol):
+    """Protocol of `DraftBatch.attend_block`."""
+
+    def __call__(self, num_queries: int, causal: bool = False) -> Attend:
+        """Return the attention of `num_queries` tokens of each request, from the newest one's position on.
+
+        The tokens of a request are adjacent, in order of position. Their keys and values are stored before the queries
+        are computed. All queries see the request's tokens before the newest one.
+
+        Args:
+            num_queries: from 1 to 1 + the number of draft tokens.
+            causal: False for tokens of a block that all see each other. True for tokens that see those before them.
+
+        Raises:
+            ContractError: if there are too many queries, or if the drafter did not declare such blocks.
+        """
+        ...
 
 
 @define(kw_only=True, eq=False)
@@ -172,6 +201,8 @@ class DraftBatch:
             nodes so far, the first ones included, whose keys and values have been stored. -1 is for a node at
             `positions`, its child is at `positions` + 1. There are at most as many nodes as draft tokens. None where
             trees are not verified.
+        attend_block: for a drafter that declares `block_attention`, the attention of its own layers for a block of
+            tokens of each request, `positions` included. It may be called instead of `attend` or after it.
         temperature: [num_requests] float32 on the device. 0 for greedy requests.
         uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws. They depend
             only on the request's seed and the position, so that the rest of the batch does not change a text.
@@ -189,6 +220,7 @@ class DraftBatch:
     observed: tuple[torch.Tensor, ...] = ()
     attend: Callable[[int], Attend] | None = None
     attend_tree: Callable[[torch.Tensor, int], Attend] | None = None
+    attend_block: BlockAttention | None = None
     temperature: torch.Tensor | None = None
     uniforms: npt.NDArray[np.float64] | None = None
 
@@ -203,6 +235,7 @@ class ComputedTokens:
 
     Attributes:
         rows: [num_requests] int64 on the host, including requests that this step finished.
+        served: [num_requests] bool on the host, False for a request that has left or that the drafter did not admit.
         query_start_loc: [num_requests + 1] int64 on the host, the index of each request's first token.
         token_ids, positions: [num_tokens] int64 on the device.
         next_token_ids: [num_tokens] int64 on the device, the token after each. For a request's last token it is the
@@ -214,6 +247,9 @@ class ComputedTokens:
         layer_hidden_states: [num_tokens, layers * hidden_size]. None unless `needs_layers`.
         attend: for a drafter that `needs_kv_group`, the attention of its own layers for these tokens. Call each layer
             once, so that its cache is filled at the same positions as the model's cache.
+        store: for such a drafter, ``store(layer, key, value)`` fills the cache of a layer in the place of `attend`,
+            where nothing attends: the keys and values come from the model's states, say (KV injection). Key and value
+            are [num_tokens, num_kv_heads, head size] each.
     """
 
     rows: torch.Tensor
@@ -221,10 +257,12 @@ class ComputedTokens:
     token_ids: torch.Tensor
     positions: torch.Tensor
     next_token_ids: torch.Tensor
+    served: torch.Tensor | None = None
     next_embeds: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     attend: Attend | None = None
+    store: Callable[[AttentionLayer, torch.Tensor, torch.Tensor], None] | None = None
 
 
 @define(kw_only=True, eq=False)
@@ -290,6 +328,24 @@ class Observer(Drafter, Protocol):
 
         Returns:
             Tensors [num_tokens, ...] each, which `propose` gets as `DraftBatch.observed`, or None.
+        """
+        ...
+
+
+class StatefulDrafter(Drafter, Protocol):
+    """Protocol of a drafter that declares `state` ``rows``.
+
+    A request keeps its row from `admit` to `release`: rows never move. Tokens that `observe` sees may fall later. Which
+    of them stood shows in the positions of the request's next tokens, which begin after the last one that did. If
+    `observe` or `propose` raises, the states of that step's rows are lost: the core releases these rows, and their
+    requests go on without drafts.
+    """
+
+    def preempt(self, row: int) -> None:
+        """Forget what the row holds of the tokens of its request, which stays on the row.
+
+        Its tokens are computed and observed again, from the first that no cached prefix covers. Called before the first
+        step that does so, after a preemption and after the engine recovered from a failed step.
         """
         ...
 

@@ -298,8 +298,8 @@ _ALL = (
         "N182",
         _R,
         "keys ahead",
-        "In the model, tokens of an image see all of that image, also what comes after them, and the backend masks "
-        "every later token.",
+        "Tokens of an image see all of that image, or those of a drafted block all of that block, also what comes "
+        "after them, and the backend masks every later token.",
         "Choose a backend that serves it, such as `torch`.",
     ),
     _code(

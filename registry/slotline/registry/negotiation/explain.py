@@ -141,7 +141,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
     facts += ["sinks"] if layer.sinks else []
     facts += ["ALiBi"] if layer.alibi_slopes is not None else []
-    facts += ["tokens of an image see all of it"] if layer.keys_ahead else []
+    facts += ["tokens of an image or a drafted block see all of it"] if layer.keys_ahead else []
     facts += ["position bias"] if layer.position_bias is not None else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
     facts += [f"index picks {layer.index_topk} keys"] if layer.index_topk is not None else []

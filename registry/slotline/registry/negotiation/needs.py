@@ -124,10 +124,11 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
     }
     inputs = (("layer_inputs", each.name) for each in layer.inputs)
     for capability, value in (*facts.items(), *inputs):
+        origin = f"model: {group.name} layers"
+        if capability == "keys_ahead":  # a drafter's layers may be the only ones
+            origin += f", {layer.name}"
         key = model_key(capability, group.name)
-        yield GroupNeed(
-            key=key, capability=capability, value=value, origin=f"model: {group.name} layers", inherent=True
-        )
+        yield GroupNeed(key=key, capability=capability, value=value, origin=origin, inherent=True)
 
 
 def model_key(capability: str, name: str) -> str:

@@ -22,9 +22,23 @@ import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 
-from slotline.registry.contracts import CheckpointDrafterFactory, Draft, DraftBatch, DrafterContext
+from slotline.registry.contracts import (
+    CheckpointDrafterFactory,
+    Draft,
+    DraftBatch,
+    DrafterCapabilities,
+    DrafterContext,
+    DrafterInspection,
+)
 from slotline.registry.loading import resolve_factory
 from slotline.testing.check import Failed, NotApplicable
+from slotline.testing.environments.drafter_steps import (
+    Steps,
+    embedding,
+    inspect_nothing,
+    model_facts,
+    own_layers,
+)
 from slotline.testing.oracles.drafter import Fault, draft_faults
 from slotline.testing.subject import Subject
 
@@ -89,13 +103,16 @@ class World:
     seed: int = 0
     ahead: int = 0
     drafter: Any = field(init=False)
+    steps: Steps | None = field(init=False)
     requests: dict[int, Request] = field(init=False, factory=dict)
     calls: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
         self.num_tokens = self.num_tokens or draft_lengths(self.subject, up_to=4)[-1]
         self.form = self.form or tree_forms(self.subject)[-1]
-        self.drafter = self.subject.build(with_checkpoint(self.subject, self.context()))
+        context = with_engine_parts(self.subject, self.context())
+        self.drafter = self.subject.build(context)
+        self.steps = self._steps(context)
 
     def context(self) -> DrafterContext:
         """Return the build context without a checkpoint. Contract and options are filled in by the subject."""
@@ -114,12 +131,21 @@ class World:
     def admit(self, row: int, request: Request) -> None:
         """Put the request on the row."""
         self.requests[row] = request
+        if self.steps is not None:
+            self.steps.begin(row)
         self.drafter.admit(row, list(request.prompt))
 
+    def preempt(self, row: int) -> None:
+        """Give up what was computed for the row's request."""
+        if self.steps is not None:
+            self.steps.preempt(row)
+
     def release(self, row: int) -> None:
-        """Remove the request from its row."""
-        del self.requests[row]
+        """Remove the request from its row. Its last step may be observed after that."""
+        request = self.requests.pop(row)
         self.drafter.release(row)
+        if self.steps is not None:
+            self.steps.finish(row, request.tokens)
 
     def batch(self, rows: Sequence[int]) -> DraftBatch:
         """Return the core's batch for these rows, in this order."""
@@ -129,13 +155,16 @@ class World:
         device, capabilities = self.subject.device.type, self.subject.capabilities
         newest = torch.tensor([request.tokens[-1] for request in asked], dtype=torch.int64)
         temperature = torch.tensor([request.temperature for request in asked], dtype=torch.float32)
+        more = self._of_steps(rows) if self.steps is not None else {}
+        if capabilities.needs_hidden_states and self.steps is None:
+            more["hidden_states"] = hidden_states(asked, 16).to(device)
         return DraftBatch(
             rows=torch.tensor(list(rows), dtype=torch.int64),
             token_table=torch.from_numpy(self._table()),
             num_tokens=torch.tensor([n + (i + 1) % (self.ahead + 1) for i, n in enumerate(lengths)], dtype=torch.int32),
             last_token_ids=newest.to(device),
             positions=torch.tensor([n - 1 for n in lengths], dtype=torch.int64, device=device),
-            hidden_states=hidden_states(asked, 16).to(device) if capabilities.needs_hidden_states else None,
+            **more,
             temperature=temperature.to(device),
             uniforms=None if self.ahead else self._uniforms(asked),
         )
@@ -163,6 +192,35 @@ class World:
         if faults:
             raise Failed(faults[0].text)
         return row_drafts(draft, rows)
+
+    def _steps(self, context: DrafterContext) -> Steps | None:
+        """Return the steps that a drafter observes. None if it observes none."""
+        declared = self.subject.capabilities
+        if not (declared.needs_computed or declared.needs_layers or declared.needs_kv_group):
+            return None
+        rng = None if self.garbage == "zeros" else Random(repr((self.seed, self.garbage)))
+        sizes = (self.vocab_size, context.hidden_size, self.max_model_len, self.num_tokens)
+        return Steps(declared, context.layers, sizes, self.subject.device.type, rng, drafter=self.drafter)
+
+    def _of_steps(self, rows: Sequence[int]) -> dict[str, Any]:
+        """Show what the drafter has not observed of these rows. Return the parts of a batch that come of it."""
+        assert self.steps is not None
+        declared, steps = self.subject.capabilities, self.steps
+        histories = [(row, self.requests[row].tokens) for row in rows]
+        newest = [len(tokens) - 1 for _, tokens in histories]
+        last, layers = steps.last_states(histories)
+        found: dict[str, Any] = {}
+        if declared.needs_computed:
+            found["computed_index"], found["observed"] = steps.observe(histories)
+        if declared.needs_hidden_states:
+            found["hidden_states"] = last
+        if declared.needs_layers:
+            found["layer_hidden_states"] = layers
+        if declared.needs_kv_group:
+            found["attend"] = steps.attend(rows, newest)
+        if declared.block_attention != "none":
+            found["attend_block"] = steps.attend_block(rows, newest)
+        return found
 
     def _table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return the token table: promised accepted histories, and garbage everywhere else."""
@@ -206,12 +264,46 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
     """
     capabilities = subject.capabilities
     for name in ("needs_layers", "needs_computed", "needs_kv_group"):
-        if getattr(capabilities, name):
+        if getattr(capabilities, name) and not is_shown_steps(capabilities):
             raise NotApplicable(f"{name}: only an engine can give it")
     if capabilities.needs_checkpoint and not hasattr(resolve_factory(subject.descriptor), "write_example"):
         raise NotApplicable("needs_checkpoint: its factory has no write_example")
     limit = capabilities.max_tokens.limit
     return tuple(range(1, 1 + min(up_to, up_to if limit is None else limit)))
+
+
+def is_shown_steps(declared: DrafterCapabilities) -> bool:
+    """Return True if the suite plays the engine for a drafter that observes steps.
+
+    It does so for drafters with blocks or states. Others may read more of a model than there is here.
+    """
+    return declared.block_attention != "none" or declared.state != "none"
+
+
+def with_engine_parts(subject: Subject, context: DrafterContext) -> DrafterContext:
+    """Return the context with dummy weights, and with what an engine gives a drafter that the suite shows steps.
+
+    Raises:
+        Failed: if the plugin cannot write weights.
+    """
+    declared = subject.capabilities
+    if not is_shown_steps(declared):
+        return with_checkpoint(subject, context)
+    facts = model_facts(context.vocab_size, context.hidden_size, context.max_model_len)
+    table = embedding(context.vocab_size, context.hidden_size).to(context.device)
+    context = evolve(context, facts=facts, embed=lambda ids: table[ids], compute_logits=lambda x: x.float() @ table.T)
+    context = with_checkpoint(subject, context)
+    if not declared.needs_kv_group:
+        return context
+    inspection = DrafterInspection(
+        facts=facts,
+        num_tokens=context.num_tokens,
+        max_model_len=context.max_model_len,
+        path=context.path,
+        inspect_model=inspect_nothing,
+        options=subject.options,
+    )
+    return evolve(context, layers=own_layers(resolve_factory(subject.descriptor), inspection))
 
 
 def tree_forms(subject: Subject) -> tuple[str, ...]:

@@ -9,12 +9,21 @@ import numpy as np
 import torch
 
 from slotline.registry.capability import Flag, Max, Set
-from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
+from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, DrafterCapabilities, DrafterContext
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import drafter as reference
-from slotline.testing.reference.drafter import Array, HiddenHeads, PairCounts, PromptLookup, Tries, TwoBranches
+from slotline.testing.reference.drafter import (
+    Array,
+    HiddenHeads,
+    MaskedBlock,
+    PairCounts,
+    PromptLookup,
+    TokenState,
+    Tries,
+    TwoBranches,
+)
 
 # --- prompt lookup, which has no state and no probabilities
 
@@ -309,6 +318,190 @@ class NoProbabilities(PairCounts):
         return Draft(token_ids=super().propose(batch).token_ids)
 
 
+# --- blocks over layers of its own
+
+
+class BlockOfTwoMore(MaskedBlock):
+    def attend(self, batch: DraftBatch) -> Any:
+        assert batch.attend_block is not None
+        block = 1 + self.num_tokens
+        whole = batch.attend_block(2 + block)
+
+        def some(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+            more = (
+                torch.nn.functional.pad(x.unflatten(0, (-1, block)), (0, 0, 0, 0, 0, 2)) for x in (query, key, value)
+            )
+            out: torch.Tensor = whole(layer, *(x.flatten(0, 1) for x in more), sinks)
+            return out.unflatten(0, (-1, 2 + block))[:, :block].flatten(0, 1)
+
+        return some
+
+
+class PlacesFromTheStep(MaskedBlock):
+    def places(self, computed: ComputedTokens) -> torch.Tensor:
+        starts = computed.query_start_loc.to(computed.positions.device)
+        counts = starts.diff()
+        return torch.arange(len(computed.positions), device=starts.device) - starts[:-1].repeat_interleave(counts)
+
+
+class FirstNewestForAll(MaskedBlock):
+    def newest(self, batch: DraftBatch) -> torch.Tensor:
+        return batch.last_token_ids[:1].expand(len(batch.rows))
+
+
+class PlacesOnTheHost(MaskedBlock):
+    def propose(self, batch: DraftBatch) -> Draft:
+        return super().propose(attrs.evolve(batch, positions=batch.num_tokens.long().to(self.device) - 1))
+
+
+class StoresEachPlaceOnce(MaskedBlock):
+    """Leaves the keys of drafts that fell in their places."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.stored: dict[tuple[int, int], torch.Tensor] = {}
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.stored = {key: state for key, state in self.stored.items() if key[0] != row}
+
+    def observe(self, computed: ComputedTokens) -> None:
+        assert computed.layer_hidden_states is not None
+        starts = computed.query_start_loc.tolist()
+        states = computed.layer_hidden_states.clone()
+        for row, first, end in zip(computed.rows.tolist(), starts[:-1], starts[1:], strict=True):
+            for i in range(first, end):
+                states[i] = self.stored.setdefault((row, int(computed.positions[i])), states[i].clone())
+        super().observe(attrs.evolve(computed, layer_hidden_states=states))
+
+
+class StoresTheLastChunk(MaskedBlock):
+    """Keeps nothing of a long step but its last tokens."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        assert computed.layer_hidden_states is not None
+        states = computed.layer_hidden_states.clone()
+        for first, end in zip(
+            computed.query_start_loc[:-1].tolist(), computed.query_start_loc[1:].tolist(), strict=True
+        ):
+            states[first : max(end - 8, first)] = 0
+        super().observe(attrs.evolve(computed, layer_hidden_states=states))
+
+
+class BlockOverTheFirstRow(MaskedBlock):
+    """Gives all requests the output of the first one's block where they have the same newest token's place."""
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        same = batch.positions == batch.positions[:1]
+        return Draft(token_ids=torch.where(same[:, None], draft.token_ids[:1], draft.token_ids))
+
+
+# --- a state of each row
+
+
+class NothingTakenBack(TokenState):
+    """Counts drafts that fell."""
+
+    def advance(self, row: int, place: int, tokens: list[int]) -> None:
+        super().advance(row, len(self.states[row]), tokens)
+
+    def known(self, row: int, position: int) -> torch.Tensor:
+        return self.states[row][-1]
+
+
+class LastObserved(TokenState):
+    """Takes the state after the last token of a step, though drafts of it fell."""
+
+    def known(self, row: int, position: int) -> torch.Tensor:
+        return self.states[row][-1]
+
+
+class KeepsWhatWasPreempted(TokenState):
+    """Goes on from the state that a preempted request had."""
+
+    def preempt(self, row: int) -> None:
+        self.before = self.states[row][-1] if self.states[row] else torch.zeros(self.width)
+        self.states[row] = []
+
+    def advance(self, row: int, place: int, tokens: list[int]) -> None:
+        super().advance(row, place, tokens)
+        kept = getattr(self, "before", None)
+        if kept is not None and place == 0:
+            self.before = None
+            self.states[row] = [state + kept for state in self.states[row]]
+
+
+class PreemptForgetsAll(TokenState):
+    def preempt(self, row: int) -> None:
+        self.states = {other: [torch.zeros(self.width) for _ in states] for other, states in self.states.items()}
+        self.states[row] = []
+
+
+class PreemptForgetsTheRow(TokenState):
+    def preempt(self, row: int) -> None:
+        del self.states[row]
+
+
+class FailsAfterTheEnd(TokenState):
+    """Does not look at `served`, and has no state of a row that was released."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        super().observe(attrs.evolve(computed, served=torch.ones_like(computed.rows, dtype=torch.bool)))
+
+
+class OldStateForTheNextRequest(TokenState):
+    """Keeps a row's states after its release, and goes on from them."""
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.states.setdefault(row, [])
+
+    def release(self, row: int) -> None: ...
+
+    def advance(self, row: int, place: int, tokens: list[int]) -> None:
+        old = self.states[row][-1] if self.states[row] and place == 0 else torch.zeros(self.width)
+        super().advance(row, place, tokens)
+        self.states[row][place:] = [state + old for state in self.states[row][place:]]
+
+
+class StateOfThePlace(TokenState):
+    """Keeps states by place in the step."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        super().observe(attrs.evolve(computed, rows=torch.sort(computed.rows).values))
+
+
+class OneStateShort(TokenState):
+    """Leaves out the newest token where drafts fell."""
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        for row, position in zip(batch.rows.tolist(), batch.positions.tolist(), strict=True):
+            if len(self.states[row]) > position:
+                self.states[row][position - 1] = self.states[row][max(position - 2, 0)]
+        return super().propose(batch)
+
+
+class NoPreempt(TokenState):
+    preempt = None  # type: ignore[assignment]
+
+
+class FirstStateForAll(TokenState):
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.first = [*batch.rows.tolist(), -1][0]
+        return super().propose(batch)
+
+    def known(self, row: int, position: int) -> torch.Tensor:
+        states = self.states[self.first]
+        return states[min(position, len(states)) - 1]
+
+
+class SkipsSingleTokens(TokenState):
+    """Sees steps of several tokens alone."""
+
+    def advance(self, row: int, place: int, tokens: list[int]) -> None:
+        if len(tokens) > 1:
+            super().advance(row, place, tokens)
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any, base: Descriptor[Any] | None = None) -> Mutant:
     if base is None:
         base = next(item for item in _BASES if issubclass(factory, item.factory))
@@ -322,6 +515,8 @@ _BASES = (
     reference.descriptor,
     reference.hidden_heads,
     reference.probabilistic,
+    reference.masked_block,
+    reference.token_state,
 )
 _ONE_TREE = attrs.evolve(
     reference.request_trees,
@@ -335,6 +530,16 @@ _NO_HISTORY = Descriptor(
     name="no_history",
     capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), probabilities=Flag(False)),
     factory=PromptLookup,
+)
+
+_CAUSAL_BLOCKS = attrs.evolve(
+    reference.masked_block, capabilities=attrs.evolve(reference.masked_block.capabilities, block_attention="causal")
+)
+_BLOCKS_OF_NOTHING = attrs.evolve(
+    reference.masked_block, capabilities=attrs.evolve(reference.masked_block.capabilities, needs_kv_group=False)
+)
+_STATE_OF_NOTHING = attrs.evolve(
+    reference.token_state, capabilities=attrs.evolve(reference.token_state.capabilities, needs_computed=False)
 )
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -392,6 +597,28 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("next-position", "mixes in the probabilities of the next position", Level.NUMERICS, StatesTheNextPosition),
     _mutant("unnormalised", "states weights that do not sum to 1", Level.NUMERICS, Unnormalised),
     _mutant("no-probabilities", "declares probabilities and returns none", Level.NUMERICS, NoProbabilities),
+    _mutant("causal-blocks", "declares causal blocks, asks for full ones", Level.NUMERICS, MaskedBlock, _CAUSAL_BLOCKS),
+    _mutant("no-layers", "declares blocks and no layers", Level.CONTRACT, MaskedBlock, _BLOCKS_OF_NOTHING),
+    _mutant("large-block", "asks for more queries than drafts and one", Level.NUMERICS, BlockOfTwoMore),
+    _mutant("step-places", "counts positions from the start of a step", Level.HOSTILE, PlacesFromTheStep),
+    _mutant("first-newest", "begins all blocks with the first newest token", Level.HOSTILE, FirstNewestForAll),
+    _mutant("host-places", "places a block by the host's counts", Level.HOSTILE, PlacesOnTheHost),
+    _mutant("stored-once", "leaves keys of fallen drafts where they are", Level.HOSTILE, StoresEachPlaceOnce),
+    _mutant("last-chunk", "keeps the last 8 tokens of a long step", Level.HOSTILE, StoresTheLastChunk),
+    _mutant("block-by-place", "shares a block among rows of equal length", Level.HOSTILE, BlockOverTheFirstRow),
+    _mutant("nothing-back", "counts drafts that fell", Level.HOSTILE, NothingTakenBack),
+    _mutant("last-observed", "takes the state after a fallen draft", Level.HOSTILE, LastObserved),
+    _mutant("kept-preempted", "goes on from a preempted state", Level.NUMERICS, KeepsWhatWasPreempted),
+    _mutant("preempt-all", "forgets all rows when one is preempted", Level.HOSTILE, PreemptForgetsAll),
+    _mutant("preempt-row", "has no row after a preemption", Level.NUMERICS, PreemptForgetsTheRow),
+    _mutant("late-step", "fails on the last step of a row that left", Level.HOSTILE, FailsAfterTheEnd),
+    _mutant("old-state", "a new request goes on from the row's old state", Level.HOSTILE, OldStateForTheNextRequest),
+    _mutant("state-by-place", "keeps states in the order of rows", Level.NUMERICS, StateOfThePlace),
+    _mutant("one-short", "leaves the last token out where drafts fell", Level.HOSTILE, OneStateShort),
+    _mutant("first-state", "uses the first row's state for all", Level.HOSTILE, FirstStateForAll),
+    _mutant("no-singles", "misses steps of one token", Level.HOSTILE, SkipsSingleTokens),
+    _mutant("no-preempt", "declares a state and has no preempt", Level.CONTRACT, NoPreempt),
+    _mutant("blind-state", "declares a state and sees no steps", Level.CONTRACT, TokenState, _STATE_OF_NOTHING),
 )
 
 CORRECT: tuple[Correct, ...] = (
@@ -400,4 +627,6 @@ CORRECT: tuple[Correct, ...] = (
     Correct("lookups in a tree for each request", reference.request_trees),
     Correct("heads on hidden states: no history", reference.hidden_heads),
     Correct("counted pairs: state by row, draws with probabilities", reference.probabilistic),
+    Correct("a block of masks over a layer of its own", reference.masked_block),
+    Correct("a recurrent state of each row", reference.token_state),
 )

@@ -1,4 +1,7 @@
-"""Small drafters: prompt lookup, trees of lookups, heads on hidden states, and counted pairs with probabilities."""
+"""Small drafters: prompt lookup, trees of lookups, heads on hidden states, and counted pairs with probabilities.
+
+`MaskedBlock` has a layer of its own and drafts in one pass, `TokenState` keeps a recurrent state of each row.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ import numpy as np
 import torch
 
 from slotline.registry.capability import Flag, Max, Set
-from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
+from slotline.registry.contracts import (
+    AttentionLayer,
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    DrafterCapabilities,
+    DrafterContext,
+    DrafterInspection,
+)
 from slotline.registry.descriptor import Descriptor, Kind
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -202,6 +213,139 @@ class PairCounts:
         return one
 
 
+class MaskedBlock:
+    """Drafter with one attention layer of random weights: the newest token and masks see known tokens and each other.
+
+    The keys and values of known tokens are projections of the model's hidden states (KV injection; Chen et al. 2026,
+    arXiv 2602.06036). Those of a block are of its tokens and places.
+    """
+
+    layer_ids: tuple[int, ...] = (1, 3)
+    heads, size = 2, 8
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.num_tokens, self.vocab_size, self.device = context.num_tokens, context.vocab_size, context.device
+        self.layer = context.layers[0]
+        width, inner = context.hidden_size, self.heads * self.size
+        self.injected = self.noise(0, 2 * inner, len(self.layer_ids) * width)
+        self.of_token = self.noise(1, context.vocab_size + 1, 3 * inner)  # the last one is the mask
+        self.of_place = self.noise(2, context.max_model_len + context.num_tokens + 1, 3 * inner)
+        self.out = self.noise(3, context.vocab_size, inner)
+
+    @classmethod
+    def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
+        return (
+            AttentionLayer(
+                name="block",
+                index=0,
+                num_heads=cls.heads,
+                num_kv_heads=cls.heads,
+                head_size=cls.size,
+                head_size_v=cls.size,
+                scale=0.3,
+            ),
+        )
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def observe(self, computed: ComputedTokens) -> None:
+        assert computed.layer_hidden_states is not None
+        assert computed.store is not None
+        states = (computed.layer_hidden_states.float() @ self.injected.T).unflatten(-1, (2, self.heads, self.size))
+        places = self.of_place[self.places(computed)].unflatten(-1, (3, self.heads, self.size))
+        key, value = states[:, 0] + places[:, 1], states[:, 1]
+        computed.store(self.layer, key, value)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        count, block = len(batch.rows), 1 + self.num_tokens
+        masks = torch.full((count, self.num_tokens), self.vocab_size, device=self.device)
+        tokens = torch.cat([self.newest(batch)[:, None], masks], 1)
+        places = batch.positions[:, None] + torch.arange(block, device=self.device)
+        states = (self.of_token[tokens] + self.of_place[places]).flatten(0, 1)
+        query, key, value = states.unflatten(-1, (3, self.heads, self.size)).unbind(1)
+        out = self.attend(batch)(self.layer, query, key, value, None)
+        drafted = (out + query).flatten(1).unflatten(0, (count, block))[:, 1:]
+        return Draft(token_ids=(drafted @ self.out.T).argmax(-1))
+
+    def places(self, computed: ComputedTokens) -> torch.Tensor:
+        """Return the positions of observed tokens."""
+        return computed.positions
+
+    def newest(self, batch: DraftBatch) -> torch.Tensor:
+        """Return the first token of each block."""
+        return batch.last_token_ids
+
+    def attend(self, batch: DraftBatch) -> Any:
+        """Return the attention of the blocks."""
+        assert batch.attend_block is not None
+        return batch.attend_block(1 + self.num_tokens)
+
+    def noise(self, seed: int, *shape: int) -> torch.Tensor:
+        """Return random weights."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
+
+
+class TokenState:
+    """Drafter with a recurrent state over the tokens of each row: ``s = tanh(A s + E[token])``, random weights.
+
+    It keeps the state after each position, since observed tokens may fall. Their places are then overwritten.
+    """
+
+    width = 16
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.num_tokens, self.device = context.num_tokens, context.device
+        generator = torch.Generator().manual_seed(0)
+        self.turn = torch.randn(self.width, self.width, generator=generator) / self.width**0.5
+        self.of_token = torch.randn(context.vocab_size, self.width, generator=generator)
+        self.heads = torch.randn(context.num_tokens, self.width, context.vocab_size, generator=generator)
+        self.states: dict[int, list[torch.Tensor]] = {}  # row -> after each position, [width]
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.states[row] = []
+
+    def release(self, row: int) -> None:
+        del self.states[row]
+
+    def preempt(self, row: int) -> None:
+        self.states[row] = []
+
+    def observe(self, computed: ComputedTokens) -> None:
+        assert computed.served is not None
+        starts, tokens = computed.query_start_loc.tolist(), computed.token_ids.tolist()
+        positions = computed.positions.tolist()
+        for row, first, end, served in zip(
+            computed.rows.tolist(), starts[:-1], starts[1:], computed.served.tolist(), strict=True
+        ):
+            if served and first < end:
+                self.advance(row, positions[first], tokens[first:end])
+
+    def advance(self, row: int, place: int, tokens: list[int]) -> None:
+        """Compute the states of tokens from a position on, and forget what was behind it."""
+        states = self.states[row]
+        del states[place:]
+        for token in tokens:
+            states.append(self.after(states[-1] if states else torch.zeros(self.width), token))
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        ids = torch.zeros(len(batch.rows), self.num_tokens, dtype=torch.int64)
+        newest, positions = batch.last_token_ids.tolist(), batch.positions.tolist()
+        for index, row in enumerate(batch.rows.tolist()):
+            state = self.after(self.known(row, positions[index]), newest[index])
+            ids[index] = torch.einsum("w,kwv->kv", state, self.heads).argmax(-1)
+        return Draft(token_ids=ids.to(self.device))
+
+    def known(self, row: int, position: int) -> torch.Tensor:
+        """Return the state before the newest token, which is at `position`."""
+        return self.states[row][position - 1]
+
+    def after(self, state: torch.Tensor, token: int) -> torch.Tensor:
+        """Return the state after one more token."""
+        return torch.tanh(self.turn @ state + self.of_token[token])
+
+
 descriptor = Descriptor(
     kind=Kind.DRAFTER,
     name="reference_prompt_lookup",
@@ -244,4 +388,28 @@ probabilistic = Descriptor(
         devices=Set(None), max_tokens=Max(8), probabilities=Flag(True), needs_history=True
     ),
     factory=PairCounts,
+)
+
+masked_block = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_masked_block",
+    summary="a block of masks over hidden states of two layers, in one pass",
+    capabilities=DrafterCapabilities(
+        devices=Set(None),
+        max_tokens=Max(8),
+        needs_layers=True,
+        needs_computed=True,
+        needs_kv_group=True,
+        block_attention="full",
+        on_device=True,
+    ),
+    factory=MaskedBlock,
+)
+
+token_state = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_token_state",
+    summary="a recurrent state over each row's tokens",
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(8), needs_computed=True, state="rows"),
+    factory=TokenState,
 )
