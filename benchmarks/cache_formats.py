@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=4)
     parser.add_argument("--heads", type=positive, nargs=3, default=(8, 2, 128), help="query heads, KV heads, size")
     parser.add_argument("--contexts", type=positive, nargs="+", default=(1024, 8192, 32768))
+    parser.add_argument("--formats", nargs="+", default=("plain", *FORMAT_DTYPES), help="plain first")
     parser.add_argument("--rounds", type=at_least(2), default=ROUNDS)
     given = parser.parse_args()
     registry = make_plan(load_config(values={"device": "cpu"})).registry
@@ -76,8 +77,7 @@ def measure(given: argparse.Namespace, registry: Any, length: int) -> None:
     query = torch.randn(count, heads, size, device=given.device)
     exact = expected(query, keys, values, count, layer)
     sides = {
-        name: side(given, registry, layer, name, (keys.to(dtype), values.to(dtype)), length)
-        for name in ("plain", "int8_token_head")
+        name: side(given, registry, layer, name, (keys.to(dtype), values.to(dtype)), length) for name in given.formats
     }
     batch, tokens = batch_of(count, length, 1, given.device), query.to(dtype)
     out = torch.empty(count, heads, size, dtype=dtype, device=given.device)
@@ -91,11 +91,12 @@ def measure(given: argparse.Namespace, registry: Any, length: int) -> None:
             run()
             errors[name] = float((out.float() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
             times[name].append(timed(run, given.device))
-    plain = statistics.median(times["plain"])
+    first = given.formats[0]
+    plain = statistics.median(times[first])
     for name, each in sides.items():
         took = statistics.median(times[name])
         print(
-            f"context {length:6}  {name:16} {took * 1e3:9.3f} ms  {plain / took:5.2f} times plain's speed  "
+            f"context {length:6}  {name:16} {took * 1e3:9.3f} ms  {plain / took:5.2f} times {first}'s speed  "
             f"{each.token_bytes:6.0f} bytes a token  error {100 * errors[name]:.2f} %"
         )
 

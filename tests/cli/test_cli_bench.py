@@ -90,9 +90,9 @@ def test_limits_count_the_scales_of_codes() -> None:
 
 def test_a_plan_of_codes_has_scales_in_its_cost(checkpoint: Path) -> None:
     given = {"model": str(checkpoint), "device": "cpu", "dtype": "float32"}
-    plans = [make_plan(load_config(values={**given, "cache.dtype": name})).plan for name in ("auto", "int8")]
+    plans = [make_plan(load_config(values={**given, "cache.dtype": name})).plan for name in ("auto", "int8", "int4")]
     costs = [cost_of(plan, checkpoint, 8) for plan in plans]
-    assert [(cost.kv_itemsize, cost.kv_scale_bytes) for cost in costs if cost] == [(4, 0), (1, 4)]
+    assert [(cost.kv_itemsize, cost.kv_scale_bytes) for cost in costs if cost] == [(4, 0), (1, 4), (0.5, 4)]
 
 
 def test_more_requests_than_rows_need_more_steps() -> None:

@@ -24,7 +24,7 @@ def window_scores(
         layer, query, cache, blocks, num_keys, sinks: as there. The layer has no bias by distance.
         scales: of an eight-bit cache, None for none.
     """
-    keys = _keys(cache, blocks)[:num_keys].float()  # [num_keys, num_kv_heads, head_size]
+    keys = _keys(cache, blocks, layer.head_size)[:num_keys].float()  # [num_keys, num_kv_heads, head_size]
     keys = keys if scales is None else keys * scales.key
     length, heads = query.shape[:2]
     rows = query.float().view(length, layer.num_kv_heads, heads // layer.num_kv_heads, -1).permute(1, 2, 0, 3)
@@ -44,11 +44,11 @@ def window_scores(
     return torch.exp(scores.sub_(lse)).mean((1, 2)).T
 
 
-def _keys(cache: LayerCache, blocks: torch.Tensor) -> torch.Tensor:
+def _keys(cache: LayerCache, blocks: torch.Tensor, size: int) -> torch.Tensor:
     """Return the keys of blocks, one after the other: [tokens, num_kv_heads, head_size]."""
     if isinstance(cache, CacheTensors):
-        codes = cache["key"][blocks]
-        return cache_codes.decode(codes, cache["key_scale"][blocks]).flatten(0, 1)
+        codes = cache_codes.raw(cache["key"])[blocks].view(cache["key"].dtype)
+        return cache_codes.restore(codes, cache["key_scale"][blocks], size).flatten(0, 1)
     stored = cache.key
     raw = stored.view(torch.uint8) if stored.element_size() == 1 else stored
     return raw[blocks].view(stored.dtype).flatten(0, 1)

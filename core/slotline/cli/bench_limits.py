@@ -19,6 +19,7 @@ from attrs import frozen
 
 from slotline.planner.auto_config import auto_config
 from slotline.registry.contracts import FORMAT_DTYPES, AttentionLayer
+from slotline.registry.contracts.cache_tensors import stored_size
 
 if TYPE_CHECKING:
     from slotline.cli.bench_run import Served
@@ -135,12 +136,13 @@ def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
         return None
     head = int(plan.facts["vocab_size"]) * int(plan.facts["hidden_size"])
     embedding = 0 if config.tie_word_embeddings else head  # a table of which a step reads a few rows
+    coded = [group.cache_format for group in plan.groups if group.cache_format in FORMAT_DTYPES]
     return ModelCost(
         body=int(plan.facts["parameters"]) - head - embedding,
         head=head,
         itemsize=getattr(torch, plan.dtype).itemsize,
-        kv_itemsize=getattr(torch, plan.kv_dtype).itemsize,
-        kv_scale_bytes=SCALE_BYTES if any(group.cache_format in FORMAT_DTYPES for group in plan.groups) else 0,
+        kv_itemsize=getattr(torch, plan.kv_dtype).itemsize * (stored_size(coded[0], 2) / 2 if coded else 1),
+        kv_scale_bytes=SCALE_BYTES if coded else 0,
         layers=tuple(layer for group in plan.groups for layer in group.layers),
         max_requests=max_requests,
     )

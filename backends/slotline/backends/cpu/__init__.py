@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import product
 
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 CAPABILITIES = AttentionCapabilities(
@@ -22,6 +23,7 @@ CAPABILITIES = AttentionCapabilities(
             ("float32", "int8"),
             ("bfloat16", "int8"),
             ("float16", "int8"),
+            *product(("float32", "bfloat16", "float16"), ("float8_e4m3fn", "uint8")),
         )
     ),
     different_value_head=Flag(True),
@@ -33,7 +35,7 @@ CAPABILITIES = AttentionCapabilities(
     tree_mask=Flag(True),
     request_trees=Flag(True),
     keys_ahead=KEYS_AHEAD,
-    cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
+    cache_formats=Set((PLAIN, *FORMAT_DTYPES)),
     scores=Flag(True, "a matrix product in float32, beside the kernels"),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),

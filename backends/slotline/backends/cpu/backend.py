@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
@@ -67,7 +68,6 @@ class CpuBackend:
         self._piece, self._min_split = MAX_KERNEL_QUERY, kernels.MIN_SPLIT
         if context.batch_invariant:  # every query token by itself, its keys in one go: nothing else has a say in it
             self._longest, self._piece, self._min_split = context.max_model_len, 1, context.max_model_len + 1
-        self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._read_new = context.dtype == context.kv_dtype
         self._bound: dict[int, Bound] = {}
         threads = torch.get_num_threads()
@@ -76,10 +76,13 @@ class CpuBackend:
         self._sizes = layer.head_size, layer.head_size_v
         coded = context.cache_format != PLAIN
         self._store = (kernels.compile_encode if coded else kernels.compile_store)(*self._sizes)
+        self._rotates = cache_codes.is_rotated(getattr(torch, context.kv_dtype))
+        if self._rotates:  # two codes are in a byte
+            self._sizes = layer.head_size + layer.head_size % 2, layer.head_size_v + layer.head_size_v % 2
         rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
-        width = layer.head_size + layer.head_size_v + kernels.TILE + 2
+        width = sum(self._sizes) + kernels.TILE + 2
         self._work = np.empty((self._threads, rows * width), np.float32)
-        self._parts = np.empty((2 * self._threads, rows * (layer.head_size_v + 2)), np.float32)
+        self._parts = np.empty((2 * self._threads, rows * (self._sizes[1] + 2)), np.float32)
         self._room = [told for room in (self._work, self._parts) for told in (room.ctypes.data, room.shape[1])]
 
     def plan(self, batch: AttentionBatch) -> Plan:
@@ -117,6 +120,11 @@ class CpuBackend:
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: LayerCache, plan: Plan
     ) -> None:
         bound = self._bind(layer, cache)
+        if isinstance(cache, CacheTensors) and cache.key.dtype != torch.int8:
+            tokens, blocks, offsets = torch.from_numpy(plan.rows).unbind(1)
+            for name, new in (("key", key), ("value", value)):
+                cache_codes.store(cache, name, new[tokens], blocks, offsets)
+            return
         dtype = key.dtype if isinstance(cache, CacheTensors) else cache.key.dtype
         key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
         addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-4:])  # the cache's keys and values, their scales
@@ -166,7 +174,8 @@ class CpuBackend:
         lse: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        target = _packed(out)  # a copy only where heads do not lie side by side
+        query = _halved(cache_codes.rotate(query)) if self._rotates else query
+        target = query.new_empty(*out.shape[:2], self._sizes[1]) if self._rotates else _packed(out)  # or out itself
         logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
         told = (
             *plan.told,
@@ -174,10 +183,21 @@ class CpuBackend:
             *(logits.ctypes.data, logits.shape[0]),
             *(query.data_ptr(), query.stride(0), target.data_ptr(), target.stride(0), lse.data_ptr(), lse.stride(0)),
         )
-        compiled = kernels.compile_attend(*self._sizes, self._dtype, bound.cache.key.dtype)
+        compiled = kernels.compile_attend(*self._sizes, query.dtype, bound.cache.key.dtype)
         kernels.attend(compiled.address, np.array(told, np.int64), self._threads)
-        if target is not out:
+        if self._rotates:
+            self._rotate_back(plan, target, out)
+        elif target is not out:
             out.copy_(target)
+
+    def _rotate_back(self, plan: Plan, target: torch.Tensor, out: torch.Tensor) -> None:
+        """Rotate the kernel's rows of `target` [tokens, H, Dv rounded up] back, into `out` [tokens, H, Dv]."""
+        pieces = plan.arrays[1]
+        first, lens = pieces[:, kernels.FIRST_TOKEN], pieces[:, kernels.QUERY_LEN]
+        before = np.cumsum(lens) - lens
+        rows = torch.from_numpy(np.repeat(first - before, lens) + np.arange(int(lens.sum())))
+        both = target[rows].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)[..., : out.shape[2]]
+        out[rows] = cache_codes.rotate(both).to(out.dtype)
 
     def _bind(self, layer: AttentionLayer, cache: LayerCache) -> Bound:
         bound = self._bound.get(layer.index)
@@ -208,6 +228,12 @@ def _trees(batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[i
     sees, depths = (np.ascontiguousarray(part.numpy()) for part in batch.tree[:2])
     most, own = depths.shape[-1], depths.ndim > 1
     return (sees, depths), (sees.ctypes.data, most * most * own, depths.ctypes.data, most * own, most)
+
+
+def _halved(vectors: torch.Tensor) -> torch.Tensor:
+    """Return vectors [..., D] with the even elements in front of the odd ones, and a zero behind if D is odd."""
+    even = torch.nn.functional.pad(vectors, (0, vectors.shape[-1] % 2))
+    return even.reshape(*even.shape[:-1], even.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
 detour. Facts for the compiler are passed as *tags*, empty arrays that are passed only for their type. An element tag is
-float32, uint16 for bfloat16, int16 for float16, or int8. A size tag of n has the type ``S<n>``, so n is a constant.
+float32, uint16 for bfloat16, int16 for float16, int8, or uint8 for float8_e4m3fn and for two codes of four bits. A size
+tag of n has the type ``S<n>``, so n is a constant. One of them says how many codes are in an element of the cache.
 
 All functions stay in this file, because the cache on disk notices a change of the file with a function, but not of the
 files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what slices could:
@@ -26,6 +27,7 @@ from llvmlite import ir
 from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
+from slotline.backends.cache_codes import is_rotated
 from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
 TILE = 32
@@ -40,6 +42,8 @@ TAGS = {
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float16: np.empty(0, np.int16),
     torch.int8: np.empty(0, np.int8),
+    torch.float8_e4m3fn: np.empty(0, np.uint8),
+    torch.uint8: np.empty(0, np.uint8),
 }
 """The element tag of each dtype."""
 NO_SINKS = np.empty(0, np.float32)
@@ -116,9 +120,31 @@ def _widen(typingctx: Any, value: Any) -> Any:
         word = ir.IntType(32)
         if value == types.int8:
             return builder.sitofp(builder.sext(args[0], word), ir.FloatType())
+        if value == types.uint8:  # as float16 with the same bits, which is 2 ** 8 times smaller
+            short = ir.IntType(16)
+            bits = builder.zext(args[0], short)
+            sign = builder.shl(builder.and_(bits, ir.Constant(short, 0x80)), ir.Constant(short, 8))
+            rest = builder.shl(builder.and_(bits, ir.Constant(short, 0x7F)), ir.Constant(short, 7))
+            half = builder.fpext(builder.bitcast(builder.or_(sign, rest), ir.HalfType()), ir.FloatType())
+            return builder.fmul(half, ir.Constant(ir.FloatType(), 256.0))
         return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
 
     return types.float32(value), codegen
+
+
+@intrinsic
+def _code(typingctx: Any, value: Any, upper: Any) -> Any:
+    """Return the code of four bits in the lower half of a byte, or in the upper half, as float32. 0 of other types."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value != types.uint8:
+            return ir.Constant(ir.FloatType(), 0.0)
+        word = ir.IntType(32)
+        shift = builder.mul(builder.trunc(args[1], word), ir.Constant(word, 4))
+        bits = builder.and_(builder.lshr(builder.zext(args[0], word), shift), ir.Constant(word, 15))
+        return builder.sitofp(builder.sub(bits, ir.Constant(word, 8)), ir.FloatType())
+
+    return types.float32(value, types.int64), codegen
 
 
 @intrinsic
@@ -273,9 +299,26 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: A
 
 
 @_inner(fastmath=True)
-def _score_tile(query: Any, scores: Any, offsets: Any, keys: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
-    """Compute dot products of query vectors with `count` keys, into scores [num_rows, TILE]."""
+def _score_tile(
+    query: Any, scores: Any, offsets: Any, keys: Any, count: Any, num_rows: Any, size_tag: Any, codes_tag: Any
+) -> None:
+    """Compute dot products of query vectors with `count` keys, into scores [num_rows, TILE].
+
+    If an element holds two codes, a query has its even elements in front of the odd ones.
+    """
     size = _size(size_tag)
+    if _size(codes_tag) == 2:
+        half = size // 2
+        for j in range(count):
+            at = offsets[j]
+            packed = keys[at : at + half]
+            for row in range(num_rows):
+                even, odd = query[row * size : row * size + half], query[row * size + half : row * size + size]
+                total = np.float32(0.0)
+                for d in range(half):
+                    total += even[d] * _code(packed[d], 0) + odd[d] * _code(packed[d], 1)
+                scores[row * TILE + j] = total
+        return
     for j in range(count):
         at = offsets[j]
         key = keys[at : at + size]
@@ -327,10 +370,26 @@ def _soften_tile(
 
 
 @_inner(fastmath=True)
-def _add_values(scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
-    """Add weights @ values to acc [num_rows, size], four keys at a time so that acc is loaded a quarter as often."""
+def _add_values(
+    scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any, codes_tag: Any
+) -> None:
+    """Add weights @ values to acc [num_rows, size], four keys at a time so that acc is loaded a quarter as often.
+
+    If an element holds two codes, acc gets the even elements in front of the odd ones.
+    """
     size = _size(size_tag)
     j = 0
+    if _size(codes_tag) == 2:
+        half = size // 2
+        for j in range(count):
+            packed = values[offsets[j] : offsets[j] + half]
+            for row in range(num_rows):
+                weight = scores[row * TILE + j]
+                even, odd = acc[row * size : row * size + half], acc[row * size + half : row * size + size]
+                for d in range(half):
+                    even[d] += weight * _code(packed[d], 0)
+                    odd[d] += weight * _code(packed[d], 1)
+        return
     while j + 4 <= count:
         a, b, c, e = offsets[j], offsets[j + 1], offsets[j + 2], offsets[j + 3]
         va, vb, vc, ve = values[a : a + size], values[b : b + size], values[c : c + size], values[e : e + size]
@@ -394,7 +453,7 @@ def _run_item(
     keys, values, key_scales, value_scales = cache
     query, scores, offsets = work
     acc, top, norm = result
-    size_tag, size_v_tag = tags
+    size_tag, size_v_tag, codes_tag = tags
     size_v = _size(size_v_tag)
     rows, head, window, group = piece[QUERY_LEN], item[HEAD], shape[WINDOW], shape[GROUP]
     for row in range(rows * group):
@@ -408,7 +467,7 @@ def _run_item(
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
         _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
-        _score_tile(query, scores, k_offsets, keys, count, rows * group, size_tag)
+        _score_tile(query, scores, k_offsets, keys, count, rows * group, size_tag, codes_tag)
         if shape[SCALED]:
             _scale_tile(scores, table, at, count, shape, KS_BLOCK, head, key_scales, rows * group)
         for i in range(rows):
@@ -435,7 +494,7 @@ def _run_item(
                     _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at, hidden[:masked])
         if shape[SCALED]:
             _scale_tile(scores, table, at, count, shape, VS_BLOCK, head, value_scales, rows * group)
-        _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
+        _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag, codes_tag)
 
 
 @_inner(fastmath=True)
@@ -500,7 +559,7 @@ def _run_thread(
 ) -> None:
     """Run one thread's items. Finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
-    tag, size_tag, size_v_tag = tags
+    tag, size_tag, size_v_tag, codes_tag = tags
     group, size, size_v = layer[0][GROUP], _size(size_tag), _size(size_v_tag)
     source, query_stride = query
     room = work[thread]
@@ -517,7 +576,7 @@ def _run_thread(
         nodes = trees[4]
         see_at, depth_at = piece[REQUEST] * trees[1], piece[REQUEST] * trees[3]
         tree = (trees[0][see_at : see_at + nodes * nodes], trees[2][depth_at : depth_at + nodes], nodes)
-        _run_item(item, piece, table, tree, layer, cache, scratch, result, (size_tag, size_v_tag))
+        _run_item(item, piece, table, tree, layer, cache, scratch, result, (size_tag, size_v_tag, codes_tag))
         if item[PARTIAL] < 0:
             _store(piece, head, result, layer[2], targets, tag, group, size_v_tag)
 
@@ -526,7 +585,7 @@ def _run_thread(
 def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
     """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
     items, starts, pieces, _, _, parts = plan
-    tag, _, size_v_tag = tags
+    tag, _, size_v_tag, _ = tags
     group, size_v = layer[0][GROUP], _size(size_v_tag)
     max_rows = parts.shape[1] // (size_v + 2)
     count, index = starts[starts.shape[0] - 1], 0
@@ -646,7 +705,9 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
     partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads] or empty float32,
     query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
     """
-    size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
+    size_tag, size_v_tag, codes_tag = (
+        np.empty(0, f"S{n}") for n in (size, size_v, 2 if is_rotated(cache_dtype) else 1)
+    )
     q_tag, kv_tag = TAGS[dtype], TAGS[cache_dtype]
     ints, ids, floats, bools = (np.empty(0, kind) for kind in (np.int64, np.int32, np.float32, np.bool_))
 
@@ -683,7 +744,7 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
         query = (carray(_pointer(told[QUERY], q_tag), unbounded), told[QUERY_STRIDE])
         out, lse = carray(_pointer(told[OUT], q_tag), unbounded), carray(_pointer(told[LSE], floats), unbounded)
         targets = (out, told[OUT_STRIDE], lse, told[LSE_STRIDE])
-        tags = (q_tag, size_tag, size_v_tag)
+        tags = (q_tag, size_tag, size_v_tag, codes_tag)
         if thread >= 0:
             _run_thread(thread, plan, trees, layer, cache, query, targets, tags)
         else:

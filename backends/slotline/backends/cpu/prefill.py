@@ -100,7 +100,7 @@ def run_prefill(
     """Fill the prefill's rows of out [tokens, H, D] and lse [H, tokens]. `fresh` holds the keys if they are all new."""
     rows = slice(prefill.first_token, prefill.first_token + prefill.query_len)
     if fresh is None:
-        keys, values = (part.to(query.dtype) for part in _stored(cache, prefill))
+        keys, values = (part.to(query.dtype) for part in _stored(layer, cache, prefill))
     else:
         keys, values = fresh[0][rows], fresh[1][rows]  # [L, Hkv, D]
     group = layer.num_heads // layer.num_kv_heads
@@ -163,14 +163,16 @@ def _blocked(
         out[first:end].view(size, kv_heads, group, -1).copy_(mixed.view(kv_heads, group, size, -1).permute(2, 0, 1, 3))
 
 
-def _stored(cache: LayerCache, prefill: Prefill) -> list[torch.Tensor]:
+def _stored(layer: AttentionLayer, cache: LayerCache, prefill: Prefill) -> list[torch.Tensor]:
     """Return the keys and values of a prefill as the cache holds them, codes multiplied by their scales."""
     if not isinstance(cache, CacheTensors):
         return [_gather(part, prefill) for part in cache]
     parts = {name: _gather(part, prefill) for name, part in cache.items()}
-    return [cache_codes.decode(parts[name], parts[f"{name}_scale"]) for name in ("key", "value")]
+    sizes = {"key": layer.head_size, "value": layer.head_size_v}
+    return [cache_codes.restore(parts[name], parts[f"{name}_scale"], size) for name, size in sizes.items()]
 
 
 def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:
     """Gather the keys or values of a prefill from the cache: [num_keys, Hkv, D]."""
-    return part.index_select(0, prefill.blocks).flatten(0, 1)[prefill.skip : prefill.skip + prefill.num_keys]
+    found = cache_codes.raw(part).index_select(0, prefill.blocks).view(part.dtype).flatten(0, 1)
+    return found[prefill.skip : prefill.skip + prefill.num_keys]

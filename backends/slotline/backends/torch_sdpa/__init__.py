@@ -7,7 +7,7 @@ from itertools import product
 from slotline.backends.keys_ahead import TREES
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, LATENT_INDEX, PLAIN
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, LATENT_INDEX, PLAIN
 from slotline.registry.descriptor import Descriptor, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -17,7 +17,7 @@ descriptor = Descriptor(
     name="torch",
     capabilities=AttentionCapabilities(
         devices=Set(("cpu", "cuda")),
-        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8"))),
+        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))),
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
         attention_types=Set(("decoder", "encoder_only", "cross")),
@@ -34,7 +34,7 @@ descriptor = Descriptor(
         request_trees=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
-        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD, LATENT_INDEX)),
+        cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
         index_topk=Flag(True),
         layer_inputs=Set(INDEX_INPUTS),
         scores=Flag(True, "a matrix product in float32, beside the kernels"),
@@ -65,11 +65,14 @@ descriptor = Descriptor(
                 note="the contract defines ALiBi for causal attention alone",
             ),
             TREES,
-            Limit(
-                when=f"cache_formats={INT8_TOKEN_HEAD}",
-                capability="mla",
-                offer=Flag(Support.UNSUPPORTED),
-                note="the format has keys and values",
+            *(
+                Limit(
+                    when=f"cache_formats={name}",
+                    capability="mla",
+                    offer=Flag(Support.UNSUPPORTED),
+                    note="the format has keys and values",
+                )
+                for name in FORMAT_DTYPES
             ),
             Limit(
                 when=f"cache_formats={LATENT_INDEX}",

@@ -17,6 +17,7 @@ import torch
 
 from slotline.backends import cache_codes
 from slotline.backends.alibi import position_bias_of, slopes_of
+from slotline.backends.cache_codes import raw as _raw
 from slotline.backends.torch_sdpa.index import picked
 from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
@@ -236,9 +237,7 @@ class TorchBackend:
         if isinstance(cache, CacheTensors):
             for new, name in ((key, "key"), (value, "value")):
                 rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
-                codes, factors = cache_codes.encode(rows, cache[name].dtype)
-                _raw(cache[name])[plan.blocks, plan.offsets] = _raw(codes)
-                cache[f"{name}_scale"][plan.blocks, plan.offsets] = factors
+                cache_codes.store(cache, name, rows, plan.blocks, plan.offsets)
             return
         scales = self._scales.get(layer.index, (None, None))
         parts = zip((key, value), (cache.key, cache.value), scales, strict=True)
@@ -277,7 +276,9 @@ class TorchBackend:
         lse = torch.full((layer.num_heads, query.shape[0]), -torch.inf, device=query.device)
         if sum(group.tokens.numel() for group in plan.groups) != out.shape[0]:
             out.zero_()  # padding, and requests that have no key at all
-        target = torch.zeros_like(out, dtype=torch.float32) if plan.prefix else out
+        rotates = isinstance(cache, CacheTensors) and cache_codes.is_rotated(cache.key.dtype)
+        query = cache_codes.rotate(query) if rotates else query
+        target = torch.zeros_like(out, dtype=torch.float32) if plan.prefix or rotates else out
         masks = self._masks(layer, cache, plan, inputs)
         for group, mask in zip(plan.groups, masks, strict=True):
             keys, values = (
@@ -292,8 +293,8 @@ class TorchBackend:
                 layer, query[group.tokens], keys, values, group.mask[_reach(layer)], self._bias(group), None
             )
             _join(target, lse, group.tokens, *shared)
-        if plan.prefix:
-            out.copy_(target)
+        if target is not out:
+            out.copy_(cache_codes.rotate(target) if rotates else target)
         return lse
 
     def _masks(
@@ -334,9 +335,10 @@ class TorchBackend:
         """Return keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, multiplied by the cache's scales if any."""
         if isinstance(cache, CacheTensors) and not layer.mla:
             at = group.blocks, group.offsets
+            sizes = {"key": layer.head_size, "value": layer.head_size_v}
             keys, values = (
-                cache_codes.decode(_raw(cache[name])[at].view(cache[name].dtype), cache[f"{name}_scale"][at])
-                for name in ("key", "value")
+                cache_codes.decode(_raw(cache[name])[at].view(cache[name].dtype), cache[f"{name}_scale"][at], size)
+                for name, size in sizes.items()
             )
             return keys, values
         scales = self._scales.get(layer.index)
@@ -437,11 +439,6 @@ def _attend_packed(
     out[:end] = result
     lse[:, :end] = sums
     return lse
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View eight-bit floats as bytes, because they cannot be indexed on every device."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _converted(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:

@@ -12,10 +12,12 @@ from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, PLAIN
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
+E4M3 = (8, 9)
+"""Compute capability from which Triton compiles conversions of float8_e4m3fn."""
 HOPPER_BLOCKS = Limit(
     when="latent_sizes=576",
     capability="preferred_block_sizes",
@@ -51,9 +53,12 @@ class TritonOptions:
 
 
 def probe(device: DeviceInfo) -> Any:
-    """Return the offer, if Triton's kernels can run. Older GPUs lack the instructions for bfloat16."""
+    """Return the offer, if Triton's kernels can run. Older GPUs lack the instructions for bfloat16, or for e4m3."""
     if device.type == "cuda" and (reason := why_no_triton()):
         return reason
+    if device.compute_capability is not None and device.compute_capability < E4M3:
+        pairs = descriptor.capabilities.dtypes.values or ()
+        return evolve(descriptor.capabilities, dtypes=Set(pair for pair in pairs if pair[1] != "float8_e4m3fn"))
     if has_hopper_kernels(device.compute_capability):
         offer = descriptor.capabilities
         reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, single tokens, and latents of 512 + 64"
@@ -67,7 +72,7 @@ descriptor = Descriptor(
     capabilities=AttentionCapabilities(
         devices=Set(("cuda",)),
         min_compute_capability=(8, 0),
-        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8"))),
+        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))),
         head_sizes=Range(minimum=1, maximum=256),
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
@@ -82,7 +87,7 @@ descriptor = Descriptor(
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
         kv_scales=Flag(True),
-        cache_formats=Set((PLAIN, INT8_TOKEN_HEAD)),
+        cache_formats=Set((PLAIN, *FORMAT_DTYPES)),
         graphs=Level(GraphSupport.ALWAYS),
         plan_once=Flag(True),
         plain_writes=True,

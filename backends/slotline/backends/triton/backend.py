@@ -10,6 +10,7 @@ import torch
 import triton
 from attrs import evolve, frozen
 
+from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
@@ -21,7 +22,7 @@ from slotline.registry.contracts.attention import (
     AttentionLayer,
     LayerCache,
 )
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, CacheTensors
+from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 
 if TYPE_CHECKING:
     from slotline.backends.triton.decode_hopper import HopperDecodes
@@ -48,8 +49,8 @@ CASCADE_AIM = 2
 """Programs for each multiprocessor to aim at for a common prefix."""
 
 
-CODES = {INT8_TOKEN_HEAD: "bytes"}
-"""How the kernels read the elements of a cache format with a scale for each token and KV head."""
+CODES = {torch.int8: "bytes", torch.float8_e4m3fn: "bytes", torch.uint8: "nibbles"}
+"""How the kernels read codes with a scale for each token and KV head, by their dtype."""
 
 
 class Shape(NamedTuple):
@@ -132,7 +133,10 @@ class TritonBackend:
         self._cores = cores
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
-        self._codes = CODES.get(context.cache_format, "")
+        self._codes, self._rotates = "", False
+        if context.cache_format != PLAIN:
+            codes: torch.dtype = getattr(torch, context.kv_dtype)
+            self._codes, self._rotates = CODES[codes], cache_codes.is_rotated(codes)
         self._slopes = slopes_of(context)
         self._invariant = context.batch_invariant
         early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
@@ -298,6 +302,7 @@ class TritonBackend:
         tokens = plan.batch.num_tokens
         if not tokens:
             return
+        key, value = (cache_codes.turned(t) if self._rotates else t for t in (key, value))
         key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
         strides: tuple[int, ...] = (key.stride(0), value.stride(0), key.stride(1), value.stride(1))
         strides += (*cache.key.stride()[:3], *cache.value.stride()[:3])
@@ -306,16 +311,17 @@ class TritonBackend:
             "size": layer.head_size,
             "size_v": layer.head_size_v,
             "padded_heads": triton.next_power_of_2(layer.num_kv_heads),
-            "padded": triton.next_power_of_2(layer.head_size),
-            "padded_v": triton.next_power_of_2(layer.head_size_v),
+            "padded": max(2, triton.next_power_of_2(layer.head_size)),
+            "padded_v": max(2, triton.next_power_of_2(layer.head_size_v)),
             "page": self._page,
         }
         slots = plan.batch.slot_mapping
         if isinstance(cache, CacheTensors):
             scales = cache["key_scale"], cache["value_scale"]
             strides += (*scales[0].stride(), *scales[1].stride())
+            most = cache_codes.MOST[cache.key.dtype]
             kernels.encode[(tokens,)](
-                key, value, cache.key, cache.value, slots, *scales, *strides, **sizes, most=127.0, codes=self._codes
+                key, value, cache.key, cache.value, slots, *scales, *strides, **sizes, most=most, codes=self._codes
             )
             return
         factors, dtype = self._scales.get(layer.index), cache.key.dtype
@@ -359,8 +365,12 @@ class TritonBackend:
         if out.shape[0] > batch.num_tokens:
             out[batch.num_tokens :].zero_()
         lse = torch.empty((layer.num_heads, out.shape[0]), dtype=torch.float32, device=out.device)
+        query = cache_codes.rotate(query) if self._rotates else query
         query = query if query.stride(2) == 1 else query.contiguous()
-        target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+        target = out
+        if self._rotates or out.stride(2) != 1:
+            dtype = torch.float32 if self._rotates else out.dtype
+            target = torch.empty_like(out, dtype=dtype, memory_format=torch.contiguous_format)
         if (decodes := plan.decodes) is not None and not (
             self._decodes is not None and self._decodes.attend(layer, query, cache, batch, decodes.end, target, lse)
         ):
@@ -373,7 +383,8 @@ class TritonBackend:
             else:
                 self._attend(layer, query, cache, plan, (prompts,), target, lse, sinks)
         if target is not out:
-            out[: batch.num_tokens] = target[: batch.num_tokens]
+            result = target[: batch.num_tokens]
+            out[: batch.num_tokens] = cache_codes.rotate(result) if self._rotates else result
         return lse
 
     def _attend(

@@ -411,8 +411,8 @@ def attend(
                 k_token,
                 v_block,
                 v_token,
-                size // 2 if codes == "nibbles" else size,
-                size_v // 2 if codes == "nibbles" else size_v,
+                (size + 1) // 2 if codes == "nibbles" else size,
+                (size_v + 1) // 2 if codes == "nibbles" else size_v,
                 page,
                 tile,
             )
@@ -715,9 +715,9 @@ def _encode(
     """Write the vectors at addresses [heads] that are real as codes and scales to the addresses of theirs."""
     if codes == "nibbles":
         dim = tl.arange(0, padded // 2)[None, :]
-        here = real[:, None] & (dim < size // 2)
+        here = real[:, None] & (dim * 2 < size)
         low = tl.load(vectors[:, None] + dim * 2, mask=here, other=0.0).to(tl.float32)
-        high = tl.load(vectors[:, None] + dim * 2 + 1, mask=here, other=0.0).to(tl.float32)
+        high = tl.load(vectors[:, None] + dim * 2 + 1, mask=here & (dim * 2 + 1 < size), other=0.0).to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
         scale = tl.maximum(tl.div_rn(largest, most), 1.1754943508222875e-38)
         byte = _rounded(low, scale, most) + 8 + (_rounded(high, scale, most) + 8) * 16

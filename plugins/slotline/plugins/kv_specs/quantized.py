@@ -10,7 +10,7 @@ from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.plugins.kv_specs.local_cache import SlidingSpec
 from slotline.plugins.kv_specs.named_tensors import NamedTensorsSpec
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, CacheTensor
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, CacheTensor, stored_size
 from slotline.registry.contracts.kv_spec import KVSpecContext
 from slotline.registry.errors import PluginError
 
@@ -18,12 +18,12 @@ SCALE = "float32"
 """Dtype of the scales."""
 
 
-def scaled_tensors(layer: AttentionLayer, element: str) -> tuple[CacheTensor, ...]:
-    """Return the tensors of a layer whose keys and values are of dtype `element`, with scales beside them."""
-    heads = layer.num_kv_heads
+def scaled_tensors(layer: AttentionLayer, cache_format: str) -> tuple[CacheTensor, ...]:
+    """Return the tensors of a layer's keys and values as codes of a format, with scales beside them."""
+    heads, element = layer.num_kv_heads, FORMAT_DTYPES[cache_format]
     return (
-        CacheTensor("key", element, (heads, layer.head_size), by_head=True),
-        CacheTensor("value", element, (heads, layer.head_size_v), by_head=True),
+        CacheTensor("key", element, (heads, stored_size(cache_format, layer.head_size)), by_head=True),
+        CacheTensor("value", element, (heads, stored_size(cache_format, layer.head_size_v)), by_head=True),
         CacheTensor("key_scale", SCALE, (heads,), by_head=True),
         CacheTensor("value_scale", SCALE, (heads,), by_head=True),
     )
@@ -37,10 +37,10 @@ class ScaledSpec(NamedTensorsSpec):
 
     def __init__(self, context: KVSpecContext) -> None:
         super().__init__(context)
-        self._element = _element(context)
+        _check(context)
 
     def tensors(self, layer: AttentionLayer) -> tuple[CacheTensor, ...]:
-        return scaled_tensors(layer, self._element)
+        return scaled_tensors(layer, self._context.format)
 
 
 class FullQuantized(ScaledSpec, FullSpec):
@@ -51,10 +51,9 @@ class SlidingQuantized(ScaledSpec, SlidingSpec):
     """The same for layers that keep the last window."""
 
 
-def _element(context: KVSpecContext) -> str:
+def _check(context: KVSpecContext) -> None:
     if context.format not in FORMAT_DTYPES or any(layer.mla for layer in context.layers):
         raise PluginError(
             f"cache format {context.format!r} is not laid out for layers {[layer.name for layer in context.layers]}",
             fix=f"choose one of {sorted(FORMAT_DTYPES)} for layers of keys and values",
         )
-    return FORMAT_DTYPES[context.format]

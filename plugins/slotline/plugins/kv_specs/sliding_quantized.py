@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES
 from slotline.registry.contracts.kv_spec import KVSpecCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -14,7 +14,7 @@ descriptor = Descriptor(
         kv_kinds=Set(("sliding",)),
         exact_kinds=Set(("sliding",)),
         page_stride=Flag(True),
-        formats=Set((INT8_TOKEN_HEAD,)),
+        formats=Set(FORMAT_DTYPES),
     ),
     factory="slotline.plugins.kv_specs.quantized:SlidingQuantized",
     summary="keeps codes and scales of the keys and values of the last window",

@@ -97,7 +97,7 @@ class CacheConfig:
         default="auto",
         metadata=_doc(
             "element type of the cache: 'auto' is the model's; 'fp8' is float8_e4m3fn, 'fp8_e5m2' is float8_e5m2, "
-            "'int8' (or 'int8_per_token_head') are codes with a scale for each token and KV head"
+            "'int8', 'fp8_token_head' and 'int4' are codes with a scale for each token and KV head"
         ),
     )
     calculate_kv_scales: bool = field(

@@ -19,6 +19,8 @@ from slotline.registry.contracts.attention import (
 from slotline.registry.contracts.block_events import BlockEvents
 from slotline.registry.contracts.cache_tensors import (
     FORMAT_DTYPES,
+    FP8_TOKEN_HEAD,
+    INT4_ROTATED,
     INT8_TOKEN_HEAD,
     KEY_BOUNDS,
     LATENT_INDEX,
@@ -201,6 +203,8 @@ __all__ = [
     "CONSTRAINTS",
     "ELEMENTS",
     "FORMAT_DTYPES",
+    "FP8_TOKEN_HEAD",
+    "INT4_ROTATED",
     "INT8_TOKEN_HEAD",
     "KEY_BOUNDS",
     "LATENT_INDEX",

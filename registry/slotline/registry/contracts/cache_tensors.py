@@ -10,6 +10,15 @@ the cache's dtype. Any other name may be chosen by a plugin. These are defined h
   ``round(x / scale)``, to nearest even. It is read as ``code * scale``. Codes lie from -127 to 127. The codes of a
   vector of zeros are 0 and its scale is a finite number. A step's new keys and values are read as they are stored. This
   is the scheme of vLLM's ``int8_per_token_head``.
+* ``fp8_token_head``: the same with ``key`` and ``value`` float8_e4m3fn and ``scale = max(abs(x)) / 448``. A code is
+  ``x / scale`` rounded to nearest even. Small elements of a vector keep more precision than in int8, large ones less.
+* ``int4_rotated``: ``key`` and ``value`` uint8 of ceil(D / 2) bytes a vector, with the same scales. A vector is rotated
+  first, so that no single element is large (Ashkboos et al. 2024, QuaRot): ``y = H x / b`` in pieces of b elements,
+  where b is the largest power of two that divides D and H the Hadamard matrix of b by Sylvester, unnormalised. Then
+  ``scale = max(abs(y)) / 7`` and codes ``round(y / scale)`` from -7 to 7. Byte i holds the code of element 2 i in its
+  lower half and that of 2 i + 1 in its upper half, each plus 8. A half without an element is not read. The vector is
+  read as ``H (code * scale)``. A backend may rotate queries instead of keys and outputs instead of values, since H is
+  symmetric.
 * ``key_bounds``: tensors ``key`` and ``value`` as in ``plain``, and ``key_bounds`` [2, Hkv, D] of the keys' dtype, one
   for each kernel block: the smallest number of its keys in each element, then the largest. A `write` that stores keys
   in a block sets its bounds to those of the block's slots up to the last one that it writes. Keys that an earlier step
@@ -36,12 +45,21 @@ PLAIN = "plain"
 """The format of a `KVCache`."""
 
 INT8_TOKEN_HEAD = "int8_token_head"
+FP8_TOKEN_HEAD = "fp8_token_head"
+INT4_ROTATED = "int4_rotated"
 LATENT_INDEX = "latent_index"
 
 KEY_BOUNDS = "key_bounds"
 
-FORMAT_DTYPES: Mapping[str, str] = MappingProxyType({INT8_TOKEN_HEAD: "int8"})
+FORMAT_DTYPES: Mapping[str, str] = MappingProxyType(
+    {INT8_TOKEN_HEAD: "int8", FP8_TOKEN_HEAD: "float8_e4m3fn", INT4_ROTATED: "uint8"}
+)
 """Formats whose elements have a dtype of their own, with its name. It is the cache's dtype in a plan."""
+
+
+def stored_size(cache_format: str, size: int) -> int:
+    """Return the elements that a format of `FORMAT_DTYPES` stores for a vector of `size` elements."""
+    return -(-size // 2) if cache_format == INT4_ROTATED else size
 
 
 @frozen

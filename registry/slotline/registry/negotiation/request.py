@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from attrs import field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, INT8_TOKEN_HEAD
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, FP8_TOKEN_HEAD, INT4_ROTATED, INT8_TOKEN_HEAD
 from slotline.registry.contracts.model_family import Stage
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import Descriptor, DeviceInfo
@@ -27,9 +27,15 @@ CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
 )
 """Short names of cache dtypes, as vLLM has them."""
 CACHE_FORMATS: Mapping[str, str] = MappingProxyType(
-    {"int8": INT8_TOKEN_HEAD, "int8_token_head": INT8_TOKEN_HEAD, "int8_per_token_head": INT8_TOKEN_HEAD}
+    {
+        **{name: name for name in FORMAT_DTYPES},
+        "int8": INT8_TOKEN_HEAD,
+        "int8_per_token_head": INT8_TOKEN_HEAD,
+        "fp8_per_token_head": FP8_TOKEN_HEAD,
+        "int4": INT4_ROTATED,
+    }
 )
-"""Values of `cache.dtype` that ask for a format with scales of its own; the last ones are vLLM's."""
+"""Values of `cache.dtype` that ask for a format with scales of its own; those with `per_token_head` are vLLM's."""
 EIGHT_BIT = frozenset(CACHE_DTYPES.values())
 """Cache dtypes that are kept with scales."""
 

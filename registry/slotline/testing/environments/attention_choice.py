@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, fields
 
 from slotline.registry.capability import Range
-from slotline.registry.contracts.cache_tensors import INT8_TOKEN_HEAD, KEY_BOUNDS, PLAIN
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, KEY_BOUNDS, PLAIN
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
 from slotline.testing.environments.attention_formats import CodedWorld
@@ -29,7 +29,7 @@ GROUPS = (3, 2, 4, 1, 5, 6, 7, 8)
 LATENTS = {40: 32, 72: 64, 576: 512, 36: 24, 24: 16}
 """Sizes of an MLA key, and of the latent in it: small ones, DeepSeek's, and some whose parts are no power of two."""
 BLOCK_SIZES = (16, 8, 48, 1)
-WORLDS: Mapping[str, type[World]] = {PLAIN: World, INT8_TOKEN_HEAD: CodedWorld, KEY_BOUNDS: World}
+WORLDS: Mapping[str, type[World]] = {PLAIN: World, KEY_BOUNDS: World, **dict.fromkeys(FORMAT_DTYPES, CodedWorld)}
 """Formats that the suite can lay out."""
 
 

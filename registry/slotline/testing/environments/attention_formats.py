@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
-from slotline.registry.contracts.cache_tensors import CacheTensors
+from slotline.registry.contracts.cache_tensors import CacheTensors, stored_size
 from slotline.testing.environments.attention import World, raw
 from slotline.testing.environments.attention_case import FIRST_BLOCK, NULL_BLOCK, POISON_BLOCK
 from slotline.testing.oracles import cache_formats as oracle
 
 GAP = 64
 """Bytes behind a kernel block's tensors, which nobody may read or write."""
+
+NO_CODE = {torch.int8: 0x80, torch.float8_e4m3fn: 0x7F, torch.uint8: 0x00}
+"""Byte of each dtype of codes that is the code of nothing: -128, NaN, and -8 twice."""
 
 
 class CodedWorld(World):
@@ -41,8 +44,8 @@ class CodedWorld(World):
         case, n = self.case, self.num_blocks
         heads, tokens, code = case.num_kv_heads, case.block_size, case.stored_dtype
         shapes = {
-            "key": (code, (case.head_size,)),
-            "value": (code, (self.layer.head_size_v,)),
+            "key": (code, (stored_size(case.cache_format, case.head_size),)),
+            "value": (code, (stored_size(case.cache_format, self.layer.head_size_v),)),
             "key_scale": (torch.float32, ()),
             "value_scale": (torch.float32, ()),
         }
@@ -81,7 +84,7 @@ class CodedWorld(World):
                     if name.endswith("_scale"):
                         view[index] = torch.nan
                     else:
-                        raw(view)[index] = 0x80 if view.dtype == torch.int8 else 0x7F
+                        raw(view)[index] = NO_CODE[view.dtype]
         if "gaps" in self.case.poisoned:
             gaps.fill_(0xFF)
 
@@ -99,4 +102,5 @@ class CodedWorld(World):
         slots = self.slots(request, range(self.case.requests[request][1])).to(self.device)
         place = (slots // self.case.block_size, slots % self.case.block_size)
         codes = raw(self.cache[name])[place].view(self.case.stored_dtype)
-        return oracle.decode(codes.cpu(), self.cache[f"{name}_scale"][place].cpu())
+        size = self.case.head_size if name == "key" else self.layer.head_size_v
+        return oracle.decode(codes.cpu(), self.cache[f"{name}_scale"][place].cpu(), self.case.cache_format, size)

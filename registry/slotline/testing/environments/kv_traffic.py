@@ -157,7 +157,7 @@ class Traffic:
         """Return name and view of each tensor of a token, its sign, and True for values that lie in the keys."""
         if isinstance(cache, CacheTensors):
             names = [tensor.name for tensor in self.group.spec.tensors(layer) if tensor.per == "token"]
-            return [(name, cache[name], 1, False) for name in names]
+            return [(name, _whole(cache[name]), 1, False) for name in names]
         return [("key", cache.key, 1, False), ("value", cache.value, 1 if layer.mla else -1, layer.mla)]
 
     def fail(self, request: Request, position: int, where: str, query: int) -> None:
@@ -219,6 +219,11 @@ class Traffic:
             for _, view, *_ in self.views(layer, cache):
                 poison = POISON if view.dtype.is_floating_point else POISON_CODE
                 view[block * ratio : (block + 1) * ratio] = poison
+
+
+def _whole(view: torch.Tensor) -> torch.Tensor:
+    """Return eight-bit floats as bytes, which hold whole numbers and can be indexed on every device."""
+    return view.view(torch.uint8) if view.dtype.itemsize == 1 and view.dtype.is_floating_point else view
 
 
 def filled(numbers: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

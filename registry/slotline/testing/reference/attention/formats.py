@@ -16,6 +16,7 @@ class CodedAttention(EagerAttention):
     def __init__(self, context: AttentionContext) -> None:
         super().__init__(context)
         self.format = context.cache_format
+        self.sizes = context.layers[0].head_size, context.layers[0].head_size_v
 
     def write(
         self,
@@ -42,9 +43,9 @@ class CodedAttention(EagerAttention):
         """Return codes and scales of vectors [n, Hkv, D]."""
         return cache_formats.encode(vectors, self.format, dtype)
 
-    def decode(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of codes [n, Hkv, D] and scales [n, Hkv]."""
-        return cache_formats.decode(codes, scale)
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the vectors [n, Hkv, size] of codes and scales [n, Hkv]."""
+        return cache_formats.decode(codes, scale, self.format, size)
 
     def scale_names(self) -> tuple[str, str]:
         """Return the names of the scales of keys and of values."""
@@ -61,7 +62,7 @@ class CodedAttention(EagerAttention):
         positions = torch.arange(first, length, device=cache.key.device)
         place = (self.blocks(plan, request, positions // self.block_size), positions % self.block_size)
         keys, values = (
-            self.decode(raw(cache[name])[place].view(cache[name].dtype), cache[scale][place])
-            for name, scale in zip(("key", "value"), self.scale_names(), strict=True)
+            self.decode(raw(cache[name])[place].view(cache[name].dtype), cache[scale][place], size)
+            for name, scale, size in zip(("key", "value"), self.scale_names(), self.sizes, strict=True)
         )
         return keys, values
