@@ -78,6 +78,7 @@ def test_the_replica_that_holds_the_longest_prefix_gets_the_request_while_it_hol
     router.learn(0, news([], cleared=True))
     router.assign(0, -6 * 16 * WORTH - 1)
     assert router.route_held(names, 16, 0) == 1  # it has the first block
+    router.learn(2, news(names))  # of a replica that has left
     router.forget()
     router.ended(1, 0, names)
     assert router.route_held(names, 16, 0) == 0

@@ -92,7 +92,9 @@ class Router:
         return chosen
 
     def learn(self, replica: int, news: PrefixNews) -> None:
-        """Take what a replica tells of its prefixes."""
+        """Take what a replica tells of its prefixes. One that has left is not heard."""
+        if replica >= len(self.held):
+            return
         held = self.held[replica]
         if news.cleared:
             held.clear()
