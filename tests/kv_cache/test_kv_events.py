@@ -148,6 +148,15 @@ def test_the_port_is_refused_while_another_has_it_and_free_once_that_engine_has_
     LLM(tiny("llama"), **SMALL, **given)
 
 
+def test_each_replica_publishes_at_a_place_of_its_own() -> None:
+    from slotline.plugins.kv_events.publisher import endpoint_of
+
+    assert endpoint_of("tcp://*:5557", 0) == "tcp://*:5557"
+    assert endpoint_of("tcp://*:5557", 2) == "tcp://*:5559"
+    assert endpoint_of("tcp://[::1]:80", 1) == "tcp://[::1]:81"
+    assert endpoint_of("ipc:///tmp/events", 3) == "ipc:///tmp/events_dp3"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

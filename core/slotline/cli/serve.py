@@ -11,7 +11,7 @@ from slotline.cli.command import Command, add_config_options, load
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError
 
-_MODULES = frozenset({"starlette", "uvicorn", "msgspec", "prometheus_client"})
+_MODULES = frozenset({"httpx", "starlette", "uvicorn", "msgspec", "prometheus_client"})
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

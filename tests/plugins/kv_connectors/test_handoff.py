@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import head_folders
 import pytest
 from engine_driver import random_prompts, run_all
 from lora_cases import PeftOracle
@@ -143,6 +144,37 @@ def test_others_run_while_blocks_are_on_their_way_and_an_aborted_request_gives_a
     settled(decode)
 
 
+def test_an_exception_of_a_step_waits_for_what_is_under_way(
+    fresh: tuple[LLM, LLM], want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = fresh
+    answer = prefilled(prefill, MIXED)
+    (peer,) = connector_of(decode)._peers.values()
+    loaded, done = peer._loaded, list[int]()
+
+    def slowly(blocks: Any) -> Any:
+        time.sleep(0.3)
+        done.append(len(blocks))
+        return loaded(blocks)
+
+    monkeypatch.setattr(peer, "_loaded", slowly)
+    request = decode.engine.add("waits", PROMPTS[0], SHORT, kv_transfer_params=answer)
+    decode.engine.step()
+    second = decode.engine.add("next", PROMPTS[1], SHORT, kv_transfer_params=answer)
+    decode.engine.step()
+    other = decode.engine.add("other", PROMPTS[3], SHORT)
+    model = decode.engine.runner.model
+    with monkeypatch.context() as broken:
+        broken.setattr(model, "forward", None)
+        with pytest.raises(TypeError):
+            decode.engine.step()
+    assert len(done) == 1  # the second batch was not asked for any more
+    assert not transfers_of(decode).coming
+    run_all(decode, 200_000)
+    assert [list(one.output_token_ids) for one in (request, second, other)] == [want[0], want[1], want[3]]
+    settled(decode)
+
+
 @pytest.mark.parametrize("fault", ["gone", "dies", "silent", "rubbish", "other-model", "corrupt", "evicted"])
 def test_whatever_a_peer_does_the_text_is_right_and_nobody_waits_for_ever(
     tiny: Tiny, fresh: tuple[LLM, LLM], want: list[list[int]], fault: str, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +295,21 @@ def test_with_drafts_and_other_caches(tiny: Tiny, kind: str) -> None:
     counts = transfers_of(decode).agreement.counts
     assert counts.loads > 20
     assert counts.lost == 0
+
+
+@pytest.mark.slow
+def test_layers_of_a_drafter_are_handed_on_to_an_engine_that_has_it_too(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("llama")
+    head = {"drafter.name": "eagle", "drafter.path": str(head_folders.build(tmp_path, path, "eagle"))}
+    prefill = LLM(path, **SMALL, **PREFILL, **head)
+    peer = decode_settings(connector_of(prefill)._server.address)
+    expected, answer = continued(LLM(path, **SMALL), MIXED, None), prefilled(prefill, MIXED)
+    for settings, loses in ((head, False), ({}, True)):
+        decode = LLM(path, **SMALL, **peer, **settings)
+        assert continued(decode, MIXED, answer) == expected
+        counts = transfers_of(decode).agreement.counts
+        assert counts.loads > 20
+        assert counts.lost == (counts.loads if loses else 0)
 
 
 @pytest.mark.slow
