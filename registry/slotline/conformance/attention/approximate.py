@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 
 import torch
 from attrs import evolve
@@ -22,7 +21,7 @@ from slotline.testing.environments.attention_choice import (
     writes_cache,
 )
 from slotline.testing.environments.attention_shapes import mixed
-from slotline.testing.environments.attention_variants import hide, plant
+from slotline.testing.environments.attention_variants import hide, part_of, plant
 from slotline.testing.subject import Subject
 
 NUM_BLOCKS = 200
@@ -134,16 +133,7 @@ def reused(run: Run) -> None:
 
 def _step(run: Run, made: World, backend: object, count: int, length: int, request: int = 0) -> None:
     """Write the last `count` of the first `length` tokens of a request, as a step of its own."""
-    step = copy(made)
-    step.__dict__.pop("dense", None)
-    step.case = evolve(made.case, requests=((count, length),))
-    step.queries = [made.random(count, made.case.num_heads, made.case.head_size)]
-    step.keys, step.values = [made.keys[request][:length]], [made.values[request][:length]]
-    step.owned = [made.owned[request]]
-    step.host_table = made.host_table[request : request + 1]
-    step.block_table = step.host_table.to(made.device)
-    step.batch = step.make_batch()
-    step.run(backend, writes_cache(run))
+    part_of(made, request, count, length).run(backend, writes_cache(run))
 
 
 def _expect_bounds(made: World, length: int, request: int = 0) -> None:

@@ -537,7 +537,8 @@ class BlockListener(AttentionBackend, Protocol):
 
         Called on the host before the step is planned, if anything has happened, also before a step that is replayed
         from a graph or that needs no plan. Do not wait for the device. A block may be returned of which nothing was
-        heard, since an exception escaped from a step.
+        heard, since an exception escaped from a step. Keep what belongs to a layer by its index and the address of its
+        cache: the conformance suite gives one object several caches.
 
         Args:
             events: of the cache group of the backend's layers, one at most.

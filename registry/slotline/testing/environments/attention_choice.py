@@ -19,6 +19,7 @@ from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
 from slotline.testing.environments.attention_formats import CodedWorld
 from slotline.testing.environments.attention_shapes import Requests
+from slotline.testing.environments.attention_told import Told
 from slotline.testing.environments.attention_written import WrittenWorld
 from slotline.testing.subject import Subject
 
@@ -267,10 +268,14 @@ def need_query(subject: Subject, length: int, **fields: Any) -> None:
         raise NotApplicable(f"not declared: query len needs {length}, offers at most {limit}")
 
 
-def build(run: Run, case: Case, layers: int = 1, num_threads: int = 1) -> Any:
-    """Return the backend that the subject's factory builds for a case, with `num_threads` threads of torch."""
+def build(run: Run, case: Case, layers: int = 1, num_threads: int = 1, *, told: bool = False) -> Any:
+    """Return the backend that the subject's factory builds for a case, with `num_threads` threads of torch.
+
+    One that hears of blocks is told before each plan (see `Told`), unless the caller tells it itself (`told`).
+    """
     with threads(num_threads):
-        return run.subject.build(case.context(device_of(run.subject), layers=layers))
+        backend = run.subject.build(case.context(device_of(run.subject), layers=layers))
+    return Told(backend, case.block_size) if run.subject.capabilities.block_events and not told else backend
 
 
 def device_of(subject: Subject) -> str:

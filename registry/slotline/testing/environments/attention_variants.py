@@ -172,6 +172,22 @@ def tail(world: World, request: int, count: int) -> World:
     return other
 
 
+def part_of(world: World, request: int, count: int, length: int) -> World:
+    """Return a batch of one request that ends at `length` and whose last `count` tokens are new, over the same cache.
+
+    Its queries are random.
+    """
+    case = world.case
+    other = _copy(world, evolve(case, requests=((count, length),)))
+    other.queries = [world.random(count, case.num_heads, case.head_size)]
+    other.keys, other.values = [world.keys[request][:length]], [world.values[request][:length]]
+    other.owned = [world.owned[request]]
+    other.host_table = world.host_table[request : request + 1]
+    other.block_table = other.host_table.to(world.device)
+    other.batch = other.make_batch()
+    return other
+
+
 def in_place(world: World) -> World:
     """Return another batch with the same numbers of requests and blocks, in the same tensors and arrays."""
     requests = world.case.requests[1:] + world.case.requests[:1]

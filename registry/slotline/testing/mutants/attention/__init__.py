@@ -11,6 +11,7 @@ from slotline.testing.mutants.attention import (
     correct,
     formats,
     latents,
+    listening,
     masks,
     outputs,
     paging,
@@ -34,8 +35,9 @@ MUTANTS = (
     *alibi.MUTANTS,
     *formats.MUTANTS,
     *bounded.MUTANTS,
+    *listening.MUTANTS,
     *sizes.MUTANTS,
 )
-CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT, *bounded.CORRECT)
+CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT, *bounded.CORRECT, *listening.CORRECT)
 
 __all__ = ["CORRECT", "MUTANTS"]
