@@ -193,14 +193,13 @@ def test_a_new_communicator_joins_two_processes(checkpoint: str, projects: Mappi
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model_family", "mine"], "'model_family' has no template yet"),
         (["attn", "mine"], "'attn' is no kind of plugin"),
         (["attention", "torch"], "there is a Python package 'torch' already"),
         (["attention", "My-Attn"], "cannot name a Python package"),
         (["attention", "class"], "cannot name a Python package"),
     ],
 )
-def test_kinds_without_a_template_and_names_that_cannot_be_are_refused(
+def test_kinds_that_there_are_not_and_names_that_cannot_be_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new-plugin", *arguments]) == 2

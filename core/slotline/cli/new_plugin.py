@@ -18,9 +18,8 @@ from slotline.cli.command import Command
 from slotline.registry.descriptor import HOST_CONTRACTS, Kind
 from slotline.registry.errors import PluginError
 
-_WITHOUT = (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT, Kind.KV_CONNECTOR)
-KINDS = {kind.value: kind for kind in Kind if kind not in _WITHOUT}
-"""The kinds that have a template."""
+KINDS = {kind.value: kind for kind in Kind}
+"""The kinds, each of which has a template."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -66,16 +65,15 @@ def render(kind: Kind, name: str, folder: Path) -> list[Path]:
 
 
 def checked_kind(text: str) -> Kind:
-    """Return the kind, if there is a template for it.
+    """Return the kind.
 
     Raises:
-        PluginError: naming the kinds that have one.
+        PluginError: naming the kinds that there are.
     """
     kind = text.replace("-", "_")
     if kind in KINDS:
         return KINDS[kind]
-    problem = "has no template yet" if kind in {known.value for known in Kind} else "is no kind of plugin"
-    raise PluginError(f"{text!r} {problem}", fix=f"there are templates for {', '.join(KINDS)}")
+    raise PluginError(f"{text!r} is no kind of plugin", fix=f"there are templates for {', '.join(KINDS)}")
 
 
 def checked_name(text: str) -> str:
