@@ -76,7 +76,7 @@ def offered(**changes: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STATE_KINDS)
+@pytest.mark.parametrize("kind", [*STATE_KINDS, "kda"])
 @pytest.mark.behaviour(153)
 def test_the_kernels_pass_the_suite(kind: str) -> None:
     def chosen(item: Check) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slotline.kernels.triton_support import why_no_triton
+from slotline.registry import kimi_delta
 from slotline.registry.capability import Flag, GraphSupport, Level, Set
 from slotline.registry.contracts.state import STATE_KINDS, StateCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -24,13 +25,14 @@ descriptor = Descriptor(
     name="triton",
     capabilities=StateCapabilities(
         devices=Set(("cuda",)),
-        state_kinds=Set(STATE_KINDS),
+        state_kinds=Set((*STATE_KINDS, kimi_delta.NAME)),
         dtypes=Set((dtype, "float32") for dtype in ("float32", "bfloat16", "float16")),
         rollback=Flag(True),
         rollback_copy=True,
         checkpoints=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
         priority=50,
+        own_kinds={kimi_delta.NAME: kimi_delta.KDA},
     ),
     factory="slotline.backends.triton_state.backend:TritonState",
     probe="slotline.backends.triton_state:probe",

@@ -10,16 +10,24 @@ from torch import Tensor
 
 from slotline.backends.triton_state.convolution import Convolution
 from slotline.backends.triton_state.gated_delta import GatedDelta
+from slotline.backends.triton_state.kimi_delta import KimiDelta
 from slotline.backends.triton_state.mamba1 import Mamba1
 from slotline.backends.triton_state.mamba2 import Mamba2
 from slotline.backends.triton_state.order import Order
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
-from slotline.backends.triton_state.trails import Trails
+from slotline.backends.triton_state.trails import DELTA_RULES, Trails
 from slotline.kernels.graph_capture_state import is_replayed
+from slotline.registry import kimi_delta
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {"short_conv": Convolution(), "mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
+    {
+        "short_conv": Convolution(),
+        "mamba1": Mamba1(),
+        "mamba2": Mamba2(),
+        "gated_delta": GatedDelta(),
+        kimi_delta.NAME: KimiDelta(),
+    }
 )
 
 EARLIEST = (9, 0)
@@ -49,7 +57,7 @@ class TritonState:
 
     def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StateBatch) -> Tensor:
         """See the contract."""
-        like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
+        like = inputs["v" if layer.state_kind in DELTA_RULES else "x"]
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         tokens, operator = out.shape[0], OPERATORS[layer.state_kind]
         single, captured = plan.num_decodes == plan.num_requests, is_replayed()

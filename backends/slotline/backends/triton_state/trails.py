@@ -21,16 +21,19 @@ from torch import Tensor
 
 from slotline.backends.triton_state.kernels import trails as kernels
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors
+from slotline.registry import kimi_delta
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 BLOCK = 1024
 """Numbers that a program copies."""
+DELTA_RULES = ("gated_delta", kimi_delta.NAME)
+"""Kinds whose output has the shape of `v`."""
 KEPT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "short_conv": {"x": "x"},
         "mamba1": {"x": "x", "dt": "dt", "B": "B", "C": "B"},
         "mamba2": {"x": "x", "dt": "dt", "B": "B", "C": "B"},
-        "gated_delta": {"k": "k", "v": "v", "g": "g", "beta": "beta", "q": "k"},
+        **{kind: {"k": "k", "v": "v", "g": "g", "beta": "beta", "q": "k"} for kind in DELTA_RULES},
     }
 )
 """By kind, the inputs that a state hangs on, and what stands in for those that the output alone hangs on."""
@@ -134,7 +137,7 @@ class Trails:
         )
         count = rows * self.most
         inputs = {name: trail.tokens[kept][:count] for name, kept in KEPT[layer.state_kind].items()}
-        out = torch.empty_like(inputs["v" if layer.state_kind == "gated_delta" else "x"])  # never read
+        out = torch.empty_like(inputs["v" if layer.state_kind in DELTA_RULES else "x"])  # never read
         again = Rows(
             starts=again_starts,
             slots=again_slots,
