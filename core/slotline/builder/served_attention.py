@@ -46,7 +46,7 @@ class ServedAttention(DispatchedAttention):
     ) -> torch.Tensor:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         if wanted:
-            return self._router.attend_wanted(layer, query, key, value, sinks, written)
+            return self.router.attend_wanted(layer, query, key, value, sinks, written)
         return self.serve(layer, query, key, value, sinks, written, **more)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
@@ -54,7 +54,7 @@ class ServedAttention(DispatchedAttention):
 
         Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
         """
-        return None if layer.index in self.broken else self._router.slots(layer, key)
+        return None if layer.index in self.broken else self.router.slots(layer, key)
 
 
 class CheckedDispatcher(AttentionDispatcher):
