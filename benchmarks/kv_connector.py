@@ -7,12 +7,21 @@ Random prompts, one token each, are served one after the other, then all of them
 of them at a time, and host memory all. First an engine without a connector does it, then one with it; without a folder
 the model that ships, with one random weights of its configuration on a GPU. Prints the seconds of each round: the first
 one with the connector saves what the pool gives up, the later ones save and load.
+
+    python benchmarks/kv_connector.py --disk FOLDER [--prompts 12] [--length 1500]
+
+With `--disk` the connector is `disk`, with files in a folder there. Prints the rate at which threads read these files,
+the rate at which prompts are loaded from them, both after the system has dropped what it had cached, and the median
+step of a request that runs alone, and beside loads.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import numpy as np
@@ -57,6 +66,108 @@ def serve(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[int], int]:
     return perf_counter() - start, tokens, loaded
 
 
+def drop_cached(files: list[Path]) -> int:
+    """Have the system forget the files' contents, as far as it does. Return their bytes."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+    return sum(file.stat().st_size for file in files)
+
+
+def read_all(files: list[Path], threads: int) -> float:
+    """Seconds in which threads read all files into one buffer each."""
+
+    def read(own: list[Path]) -> None:
+        buffer = bytearray(max(file.stat().st_size for file in own))
+        for file in own:
+            handle = os.open(file, os.O_RDONLY)
+            os.preadv(handle, [buffer], 0)
+            os.close(handle)
+
+    with ThreadPoolExecutor(threads) as pool:
+        start = perf_counter()
+        list(pool.map(read, [files[i::threads] for i in range(threads)]))
+        return perf_counter() - start
+
+
+def load_all(llm: LLM, prompts: list[list[int]]) -> tuple[float, int]:
+    """Seconds in which the loads of all prompts ended, one prompt after the other, and the number of blocks.
+
+    Steps compute nothing meanwhile, since the only request waits for its blocks.
+    """
+    engine, transfers = llm.engine, llm.engine.extension("kv_transfer").transfers
+    before, seconds = transfers.agreement.counts.loads, 0.0
+    engine.scheduler.cache.pool.reset()
+    for number, prompt in enumerate(prompts):
+        engine.add(f"load {number}", prompt, ONE)
+        start = perf_counter()
+        engine.step()
+        ended = perf_counter()
+        while transfers.coming:
+            ended = perf_counter()
+            engine.step()
+        seconds += ended - start
+        while engine.has_work:
+            engine.step()
+    return seconds, transfers.agreement.counts.loads - before
+
+
+def medians(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, int]:
+    """Median seconds of a step that decodes one request, alone and beside loads, and the number of the latter."""
+    engine, transfers = llm.engine, llm.engine.extension("kv_transfer").transfers
+    engine.add("runs", prompts[0][:16], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    alone, beside = list[float](), list[float]()
+
+    def step() -> float:
+        start = perf_counter()
+        engine.step()
+        return perf_counter() - start
+
+    for _ in range(8):
+        step()
+    for number in range(12):
+        alone += [step() for _ in range(4)]
+        engine.scheduler.cache.pool.reset()
+        engine.add(f"beside {number}", prompts[number % len(prompts)], ONE)
+        while True:
+            seconds = step()
+            if not transfers.coming:  # the request has begun to compute
+                break
+            beside.append(seconds)
+        while len(engine.scheduler.running) > 1:
+            step()
+    engine.abort("runs")
+    return float(np.median(alone)), float(np.median(beside)) if beside else 0.0, len(beside)
+
+
+def measure_disk(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
+    """Print the rates of the connector `disk` and of the disk, and what loads do to others' steps."""
+    with TemporaryDirectory(dir=arguments.disk) as folder:
+        settings = ["kv_connector.name=disk", f"kv_connector.disk.folder={folder}", "kv_connector.leave_out_slow=false"]
+        llm = build(arguments, ["cache.memory=2GiB", "scheduler.max_requests=64", *settings])
+        print(f"{llm.plan.summary()}; prompts of {arguments.length} tokens")
+        serve(llm, prompts)
+        transfers = llm.engine.extension("kv_transfer").transfers
+        transfers.connector.flush(120.0)
+        files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+        for number in range(3):
+            size = drop_cached(files)
+            raw = read_all(files, 4)
+            drop_cached(files)
+            seconds, blocks = load_all(llm, prompts)
+            loaded = size * blocks / len(files)
+            print(
+                f"  round {number}: threads read {size / raw / 2**20:.0f} MiB/s, prompts load "
+                f"{loaded / seconds / 2**20:.0f} MiB/s ({100 * loaded / seconds * raw / size:.0f} %), {blocks} blocks "
+                f"of {size // len(files)} bytes in {1e3 * seconds:.0f} ms"
+            )
+        alone, beside, number = medians(llm, prompts)
+        print(f"  median step of a request: {1e3 * alone:.2f} ms alone, {1e3 * beside:.2f} ms in {number} beside loads")
+        print(f"  {dict(transfers.events())}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
@@ -64,11 +175,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=positive, default=12)
     parser.add_argument("--length", type=positive, default=1500)
     parser.add_argument("--pool", type=positive, default=6)
+    parser.add_argument("--disk", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.folder is not None or arguments.device != "cpu":
         require_gpus()
     rng = np.random.default_rng(0)
     prompts = rng.integers(100, 4000, (arguments.prompts, arguments.length)).tolist()
+    if arguments.disk is not None:
+        measure_disk(arguments, prompts)
+        return
     warm = rng.integers(100, 4000, (2, arguments.length)).tolist()
     seen = []
     for connector in (False, True):

@@ -31,6 +31,7 @@ PLUGINS = {
     Kind.LOGITS_PROCESSOR: "acme_ban",
     Kind.LINEAR: "acme_codes",
     Kind.RESPONSE_PARSER: "acme_fences",
+    Kind.KV_CONNECTOR: "acme_zip",
     Kind.COMMUNICATOR: "acme_wire",
 }
 PROMPTS = ["def main(", "import os\nimport sys\n\n\nclass Reader:\n" * 4, "for", "return self._values[" * 9]
@@ -134,6 +135,20 @@ def test_its_own_table_is_typed_by_the_plugin(built_in: list[list[int]]) -> None
     assert banned not in {token for output in tokens(llm) for token in output}
     with pytest.raises(ConfigError, match="alway"):
         LLM(ACME / "run.toml", **SMALL, **{"logits_processors.acme_ban": {"alway": [banned]}})
+
+
+def test_its_blocks_go_on_to_a_tier_of_ours(tmp_path: Path) -> None:
+    names = {"kv_connector.name": "tiers", "kv_connector.tiers.tiers": ("acme_zip", "disk")}
+    names |= {"kv_connector.acme_zip.kilobytes": 1, "kv_connector.disk.folder": str(tmp_path)}
+    names |= {"kv_connector.disk.staging": "8MiB", "max_model_len": 128, "memory": "1MiB", "max_num_seqs": 1}
+    llm = LLM(backend="torch", **{**SMALL, **names})
+    first = tokens(llm)
+    assert tokens(llm) == first
+    assert llm.engine.extension("kv_transfer").transfers.connector.flush(20.0)
+    assert tokens(llm) == first
+    events = llm.engine.extension("kv_transfer").counts.events
+    assert events["acme_zip_evicted"] > 0
+    assert events["disk_saved"] > 0
 
 
 _BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.slow)

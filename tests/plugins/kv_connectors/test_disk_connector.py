@@ -14,14 +14,16 @@ from shutil import copytree
 
 import numpy as np
 import pytest
+import torch
 from engine_driver import add, random_prompts, run_all
 from kv_tier_engines import PROMPTS, SHORT, SMALL, connector_of, events_of, on_disk, settled, texts
+from repository import ROOT
 
 from slotline.core import LLM, AsyncLLM
 from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES, read_block, write_block
 from slotline.plugins.kv_connectors.disk.store import DiskStore
 from slotline.plugins.kv_connectors.stores.block_store import Counts, Fault, Key
-from slotline.registry.contracts import ConnectorGroup
+from slotline.plugins.kv_connectors.stores.codecs import Int8Codes
 from slotline.registry.errors import CapacityError, ConfigError
 from slotline.server.metrics import Metrics
 
@@ -30,9 +32,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(38, 8
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 SIZE = 512
-GROUP = ConnectorGroup(
-    name="g", layers=(), kv_dtype="float32", layout="NHD", block_size=4, kernel_block_size=4, block_bytes=SIZE
-)
 
 
 def block_files(folder: Path) -> list[Path]:
@@ -217,7 +216,7 @@ def test_the_files_keep_to_their_size(tiny: Tiny, want: list[list[int]], tmp_pat
 
 def store(folder: Path, size: str = "1MiB", identity: str = "i") -> DiskStore:
     """A store of blocks of `SIZE` bytes."""
-    return DiskStore(str(folder), identity, [GROUP], size, Counts("test"))
+    return DiskStore(str(folder), identity, [SIZE], size, Counts("test"))
 
 
 def saved(one: DiskStore, names: list[bytes]) -> None:
@@ -317,3 +316,52 @@ def test_events_are_in_the_metrics(tiny: Tiny, tmp_path: Path) -> None:
     assert len(lines) == 1
     assert lines[0].startswith("slotline:kv_connector_events_total")
     assert float(lines[0].split()[-1]) == len(block_files(tmp_path))
+
+
+def test_eight_bits_are_kept_apart_from_whole_numbers_and_said_in_the_plan(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("llama")
+    first = LLM(path, **SMALL, **on_disk(tmp_path))
+    texts(first, PROMPTS[:1])
+    whole = block_files(tmp_path)[0].stat().st_size - HEADER_BYTES
+    llm = LLM(path, **SMALL, **on_disk(tmp_path, codec="int8"))
+    assert "keys and values are kept in eight bits" in " ".join(llm.plan.explain().split())
+    assert "eight bits" not in first.plan.explain()
+    assert texts(llm, PROMPTS[:1])[1] == 0
+    assert texts(llm, PROMPTS[:1])[1] == 32
+    sizes = {file.stat().st_size - HEADER_BYTES for file in block_files(tmp_path)}
+    width = llm.engine.runner.model.facts.layers[0].head_size
+    assert sizes == {whole, whole // 4 * (width + 4) // width}
+    assert texts(first, PROMPTS[:1])[1] == 32
+    settled(llm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_eight_bits_are_off_by_half_a_step_of_their_vector_at_most(dtype: torch.dtype) -> None:
+    vectors = torch.randn(40, 16, generator=torch.manual_seed(1)) * torch.logspace(-3, 2, 40)[:, None]
+    vectors[3] = 0.0
+    row = vectors.to(dtype).view(torch.uint8).flatten().numpy()
+    codec = Int8Codes([16], [dtype], [40 * 20])
+    stored = codec.encode(0, row)
+    assert stored is not None
+    assert len(stored) == codec.sizes[0]
+    back = np.empty_like(row)
+    codec.decode(0, stored, back)
+    found, old = (torch.from_numpy(one).view(dtype).view(40, 16).float() for one in (back, row))
+    largest = old.abs().amax(1, keepdim=True)
+    rounding = largest * torch.finfo(dtype).eps
+    assert ((found - old).abs() <= largest / 127 * 0.5001 + rounding).all()
+    assert not torch.equal(found, old)
+    row[:] = torch.full((40, 16), float("inf"), dtype=dtype).view(torch.uint8).flatten().numpy()
+    assert codec.encode(0, row) is None
+
+
+def test_eight_bits_are_refused_for_caches_of_another_form(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not plain keys and values"):
+        LLM(tiny("deepseek_v2"), **SMALL, **on_disk(tmp_path, codec="int8"))
+    with pytest.raises(ConfigError, match=r"not plain keys and values|dtype int8"):
+        LLM(tiny("llama"), **SMALL, **on_disk(tmp_path, codec="int8"), **{"cache.dtype": "int8"})
+
+
+def test_the_page_has_each_fault_with_its_count() -> None:
+    page = (ROOT / "docs" / "kv-tiers.md").read_text(encoding="utf-8")
+    assert [what for what, (_, event) in DAMAGE.items() if f"| {what} | `{event}` |" not in page] == []

@@ -30,7 +30,7 @@ from slotline.testing.subject import Subject
 
 NUM_BLOCKS = 80
 TOKENS = 4
-PATIENCE = 10.0
+PATIENCE = 5.0
 """Seconds in which loads must end."""
 LAYERS = ((0, 16), (0, 8), (1, 16))
 """Of each layer, its group and head size: two groups whose blocks have 768 and 512 bytes."""
@@ -53,10 +53,11 @@ class Pool:
     Args:
         part: what the pool's rank has of each block, empty for all of it.
         beside: a pool with the same model and the same folder. None for a model of its own.
+        model: another model's name than that of `beside`.
     """
 
-    def __init__(self, run: Run, part: str = "", beside: Pool | None = None) -> None:
-        self.model: str = f"the suite {uuid4().hex}" if beside is None else beside.model
+    def __init__(self, run: Run, part: str = "", beside: Pool | None = None, model: str = "") -> None:
+        self.model: str = model or (f"the suite {uuid4().hex}" if beside is None else beside.model)
         self.folder: TemporaryDirectory[str] = (
             TemporaryDirectory(prefix="slotline-suite-") if beside is None else beside.folder
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
@@ -12,7 +15,7 @@ from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContex
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
-from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, Key, LaterBlocks
+from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, FileBlocks, Key, LaterBlocks
 
 
 class ByHashAlone(FewBlocks):
@@ -177,8 +180,71 @@ class LeavesTheLast(LaterBlocks):
         self.coming[0] = []
 
 
+class ShiftsRows(LaterBlocks):
+    def end(self, loads: Sequence[CacheBlock]) -> None:
+        shifted = [*loads[1:], *loads[:1]]
+        super().end([one._replace(block_hash=other.block_hash) for one, other in zip(loads, shifted, strict=True)])
+
+
+class LosesTheLast(LaterBlocks):
+    def end(self, loads: Sequence[CacheBlock]) -> None:
+        super().end(loads[: max(1, len(loads) - 1)])
+
+
+class WaitsInTheStep(LaterBlocks):
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        super().start(saves, loads)
+        time.sleep(0.3 if loads else 0.0)
+
+
+class TrustsFiles(FileBlocks):
+    def read(self, file: Path, size: int) -> bytes | None:
+        return file.read_bytes()[32:][:size] if file.exists() and file.stat().st_size >= size + 32 else None
+
+
+class DigestOfBytesAlone(FileBlocks):
+    def digest(self, file: Path, data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+
+class OneFolderForAll(FileBlocks):
+    def owner(self) -> str:
+        return self.context.part or "blocks"
+
+
+class KnowsItsOwnAlone(FileBlocks):
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        there = super().held(group, hashes)
+        return [one and self.file(group, name).name in self.names for one, name in zip(there, hashes, strict=True)]
+
+    def write(self, file: Path, data: bytes) -> None:
+        super().write(file, data)
+        self.names.add(file.name)
+
+    @property
+    def names(self) -> set[str]:
+        own: set[str] = self.__dict__.setdefault("own", set())
+        return own
+
+
+class HoldsWhatItCouldNotWrite(FileBlocks):
+    def write(self, file: Path, data: bytes) -> None:
+        super().write(file, data)
+        self.__dict__.setdefault("own", set()).add(file)
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        own = self.__dict__.get("own", ())
+        there = super().held(group, hashes)
+        return [one or self.file(group, name) in own for one, name in zip(there, hashes, strict=True)]
+
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        own = self.__dict__.get("own", ())
+        super().load(one for one in loads if (file := self.file(one.group, one.block_hash)).exists() or file not in own)
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     right = reference.later if issubclass(factory, LaterBlocks) else reference.descriptor
+    right = reference.files if issubclass(factory, FileBlocks) else right
     changed = attrs.evolve(right, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
     return Mutant(name, summary, level, changed)
 
@@ -196,6 +262,14 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("shared-by-ranks", "one rank's heads are found by another", Level.NUMERICS, SharedByAllRanks),
     _mutant("arrives-early", "says that a block has arrived before it has", Level.NUMERICS, ArrivesEarly),
     _mutant("leaves-the-last", "finishes with loads under way", Level.HOSTILE, LeavesTheLast),
+    _mutant("shifts-rows", "loads that end together get each other's bytes", Level.NUMERICS, ShiftsRows),
+    _mutant("loses-the-last", "never ends the last of several loads", Level.NUMERICS, LosesTheLast),
+    _mutant("waits-in-the-step", "waits for its loads where the step starts", Level.HOSTILE, WaitsInTheStep),
+    _mutant("knows-its-own-alone", "does not find the files of an earlier process", Level.NUMERICS, KnowsItsOwnAlone),
+    _mutant("one-folder-for-all", "finds another model's files", Level.NUMERICS, OneFolderForAll),
+    _mutant("trusts-files", "loads what a file holds", Level.HOSTILE, TrustsFiles),
+    _mutant("digest-of-bytes", "takes another block's file for a block's own", Level.HOSTILE, DigestOfBytesAlone),
+    _mutant("holds-unwritten", "holds what a full disk did not take", Level.HOSTILE, HoldsWhatItCouldNotWrite),
     _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
     _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
     _mutant("silent-failures", "does not say that a load failed", Level.HOSTILE, SilentFailures),
@@ -211,4 +285,5 @@ CORRECT: tuple[Correct, ...] = (
     Correct("the least recently used of a few blocks makes room", reference.descriptor),
     Correct("the first few blocks stay, copied together", reference.one_copy),
     Correct("loads that end later", reference.later),
+    Correct("files that outlive the process", reference.files),
 )

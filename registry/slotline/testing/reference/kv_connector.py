@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from uuid import uuid4
 
 import torch
+from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import BlockHash, CacheBlock, EvictedBlock, KVConnectorCapabilities, KVConnectorContext
@@ -123,6 +127,74 @@ class LaterBlocks(FewBlocks):
         self.here |= {one.block for one in loads} - self.missing
 
 
+@frozen(kw_only=True)
+class FileOptions:
+    """Options of a connector with files."""
+
+    folder: str = field(default="")
+
+
+class FileBlocks(FewBlocks):
+    """Connector whose blocks are files that outlive the process, each with a digest of its name and its bytes."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.folder = Path(context.options.folder) / self.owner()
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def owner(self) -> str:
+        """Return the name of the folder of this model's blocks."""
+        return self.context.identity
+
+    def file(self, group: int, block_hash: BlockHash) -> Path:
+        """Return the file of a block."""
+        return self.folder / f"{group}-{block_hash.hex()}"
+
+    def digest(self, file: Path, data: bytes) -> bytes:
+        """Return the digest of a block."""
+        return hashlib.sha256(file.name.encode() + data).digest()
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        return [self.file(group, one).exists() for one in hashes]
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        for one in saves:
+            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
+            self.context.copy.to_host(one.group, [one.block], [row])
+            self.write(self.file(one.group, one.block_hash), row.numpy().tobytes())
+
+    def write(self, file: Path, data: bytes) -> None:
+        """Write a file as a whole, or none if the disk is full."""
+        written = file.with_suffix(".new")
+        try:
+            written.write_bytes(self.digest(file, data) + data)
+            written.replace(file)
+        except OSError:
+            written.unlink(missing_ok=True)
+
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        for one in loads:
+            data = self.read(self.file(one.group, one.block_hash), self.context.groups[one.group].block_bytes)
+            if data is None:
+                self.missing.add(one.block)
+            else:
+                row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                self.context.copy.to_device(one.group, [one.block], [row])
+
+    def read(self, file: Path, size: int) -> bytes | None:
+        """Return the bytes of a file, None if they are wrong."""
+        try:
+            found = file.read_bytes()
+        except OSError:
+            return None
+        data = found[32:]
+        return data if len(data) == size and self.digest(file, data) == found[:32] else None
+
+    def reset(self) -> None:
+        self.folder = self.folder.with_name(f"{self.owner()}-{uuid4().hex}")
+        self.folder.mkdir()
+
+
 descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="few_blocks",
@@ -145,4 +217,13 @@ later = Descriptor(
     capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted", asynchronous=Flag(True)),
     factory=LaterBlocks,
     summary="keeps a few blocks in host memory, and loads them later",
+)
+
+files = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="file_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), folder="folder"),
+    factory=FileBlocks,
+    options=FileOptions,
+    summary="keeps blocks in files with digests",
 )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from slotline.plugins.kv_connectors.stores.options import check_size, positive
+from slotline.plugins.kv_connectors.stores.options import LOSSY, check_size, positive
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.kv_connector import KVConnectorCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
@@ -41,6 +41,17 @@ class DiskOptions:
         metadata={"doc": "host memory for blocks on their way, three quarters of it for saves"},
     )
     threads: int = field(default=4, validator=positive, metadata={"doc": "threads that read"})
+    codec: Literal["none", "int8"] = field(
+        default="none",
+        metadata={
+            "doc": "'int8' rounds keys and values to eight bits with a scale for each token and head, so that texts "
+            "may differ; 'none' keeps their bytes"
+        },
+    )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what a codec changes."""
+        return () if self.codec == "none" else (LOSSY,)
 
 
 descriptor = Descriptor(

@@ -22,10 +22,11 @@ from attrs import frozen
 from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES, VERSION, read_block, write_block
 from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Counts, Fault, Key
+from slotline.plugins.kv_connectors.stores.codecs import codec_of, identity_of
 from slotline.plugins.kv_connectors.stores.staged import StagedConnector
 from slotline.registry.cache_folder import cache_folder
 from slotline.registry.config import size_in_bytes
-from slotline.registry.contracts import ConnectorGroup, KVConnectorContext
+from slotline.registry.contracts import KVConnectorContext
 from slotline.registry.errors import CapacityError, ConfigError
 
 SCAN_SECONDS = 10.0
@@ -43,13 +44,13 @@ def build_disk(context: KVConnectorContext) -> StagedConnector:
 
     Raises:
         CapacityError: if the size does not hold one block.
-        ConfigError: if the folder cannot be used.
+        ConfigError: if the folder cannot be used, or the codec does not know the caches.
     """
     options, counts = context.options, Counts("kv_connector:disk")
-    store = DiskStore(
-        options.folder, context.identity, context.groups, options.size, counts, fsync=options.fsync == "file"
-    )
-    return StagedConnector(context, store, counts, options.staging, options.threads, "kv_connector.disk.staging")
+    codec = codec_of(options.codec, context, "kv_connector.disk.codec")
+    identity, fsync = identity_of(options.codec, context), options.fsync == "file"
+    store = DiskStore(options.folder, identity, codec.sizes, options.size, counts, fsync=fsync)
+    return StagedConnector(context, store, codec, counts, options.staging, options.threads, "kv_connector.disk.staging")
 
 
 @frozen
@@ -68,7 +69,7 @@ class DiskStore:
     Args:
         folder: of all models, empty for one in the cache folder.
         identity: of the blocks of this model and rank.
-        groups: of the caches.
+        sizes: bytes of a block, by group.
         limit: size of all files, as in the configuration.
         counts: what happened.
         fsync: see `write_block`.
@@ -78,14 +79,14 @@ class DiskStore:
         self,
         folder: str,
         identity: str,
-        groups: Sequence[ConnectorGroup],
+        sizes: Sequence[int],
         limit: str,
         counts: Counts,
         *,
         fsync: bool = False,
     ) -> None:
         self._identity = identity
-        self._sizes = [HEADER_BYTES + group.block_bytes for group in groups]
+        self._sizes = [HEADER_BYTES + size for size in sizes]
         self._limit, self._counts, self._fsync = size_in_bytes(limit), counts, fsync
         if self._limit < max(self._sizes):
             raise CapacityError(

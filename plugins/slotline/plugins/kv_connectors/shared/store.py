@@ -14,6 +14,7 @@ from attrs import frozen
 
 from slotline.plugins.kv_connectors.shared.table import VERSION, LockedError, SharedTable, Slot
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Counts, Fault, Key
+from slotline.plugins.kv_connectors.stores.codecs import codec_of, identity_of
 from slotline.plugins.kv_connectors.stores.staged import StagedConnector
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import KVConnectorContext
@@ -25,23 +26,25 @@ def build_shared(context: KVConnectorContext) -> StagedConnector:
 
     Raises:
         CapacityError: if the memory does not hold one block, or cannot be had.
-        ConfigError: if the folder cannot be used.
+        ConfigError: if the folder cannot be used, or the codec does not know the caches.
     """
     options, counts = context.options, Counts("kv_connector:shared")
-    size = max(group.block_bytes for group in context.groups)
+    codec = codec_of(options.codec, context, "kv_connector.shared.codec")
+    identity, size = identity_of(options.codec, context), max(codec.sizes)
     if size_in_bytes(options.memory) < size:
         raise CapacityError(
             f"kv_connector.shared.memory = {options.memory!r} holds no block: one takes {size} bytes",
             fix=f"set it to '{-(-size // 1024)}KiB' at least",
         )
     try:
-        store = SharedStore(options.folder, options.name, context.identity, size, options.memory, counts)
+        store = SharedStore(options.folder, options.name, identity, size, options.memory, counts)
     except OSError as error:
         raise ConfigError(
             f"kv_connector.shared.folder = {options.folder!r} cannot be used: {error}",
             fix="name a folder that can be written, of a file system in memory",
         ) from error
-    return StagedConnector(context, store, counts, options.staging, options.threads, "kv_connector.shared.staging")
+    what = "kv_connector.shared.staging"
+    return StagedConnector(context, store, codec, counts, options.staging, options.threads, what)
 
 
 @frozen

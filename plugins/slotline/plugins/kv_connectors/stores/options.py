@@ -1,8 +1,11 @@
-"""Validators of the options of connectors."""
+"""Validators and notes of the options of connectors."""
 
 from __future__ import annotations
 
 from slotline.registry.config import size_in_bytes
+
+LOSSY = "keys and values are kept in eight bits: texts may differ from those that are computed anew"
+"""Note of a codec that rounds, in a plan."""
 
 
 def check_size(_options: object, _field: object, value: str) -> None:

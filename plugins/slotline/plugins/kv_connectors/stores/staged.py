@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import define, field
 
 from slotline.plugins.kv_connectors.stores.background import Background
-from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Counts, Fault, Key
+from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Bytes, Counts, Fault, Key
+from slotline.plugins.kv_connectors.stores.codecs import Codec
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, KVCache, KVConnectorContext
 from slotline.registry.errors import CapacityError
@@ -83,7 +85,8 @@ class StagedConnector:
 
     Args:
         context: of the connector.
-        store: of the blocks.
+        store: of the blocks, in the form of the codec.
+        codec: the form.
         counts: what happened, also in the store.
         staging: size of all staging rows, as in the configuration.
         threads: number of threads that read.
@@ -91,9 +94,17 @@ class StagedConnector:
     """
 
     def __init__(
-        self, context: KVConnectorContext, store: BlockStore, counts: Counts, staging: str, threads: int, what: str
+        self,
+        context: KVConnectorContext,
+        store: BlockStore,
+        codec: Codec,
+        counts: Counts,
+        staging: str,
+        threads: int,
+        what: str,
     ) -> None:
         self._groups, self._copy, self._store, self._counts = context.groups, context.copy, store, counts
+        self._codec = codec
         size = max(group.block_bytes for group in context.groups)
         caches = (cache for cache in context.caches.values() if isinstance(cache, KVCache))
         devices = {cache.key.device for cache in caches} | {torch.device(context.device)}
@@ -198,7 +209,7 @@ class StagedConnector:
         for one in begun:
             self._pending[one.key] = one
             data = one.row[: self._groups[one.key.group].block_bytes].numpy()
-            work = partial(_write, self._store, one.ticket, data, self._devices)
+            work = partial(_write, self._store, one, data, self._codec, self._counts, self._devices)
             self._background.submit("write", work, partial(self._written, one))
 
     def _written(self, save: _Save, result: Any) -> None:
@@ -221,7 +232,8 @@ class StagedConnector:
                 continue
             one.row = row
             data = row[: self._groups[one.block.group].block_bytes].numpy()
-            self._background.submit("read", partial(self._store.read, one.key, data), partial(self._ended, one))
+            work = partial(_read, self._store, one.key, data, self._codec)
+            self._background.submit("read", work, partial(self._ended, one))
 
     def _ended(self, load: _Load, result: Any) -> None:
         """Take note of a read that has ended."""
@@ -277,8 +289,24 @@ class StagedConnector:
         return event
 
 
-def _write(store: BlockStore, ticket: Any, data: Any, devices: Sequence[torch.device]) -> bool:
+def _write(
+    store: BlockStore, save: _Save, data: Bytes, codec: Codec, counts: Counts, devices: Sequence[torch.device]
+) -> bool:
     """Write a row once its copy is complete."""
     for device in devices:
         torch.cuda.synchronize(device)
-    return store.write(ticket, data)
+    stored = codec.encode(save.key.group, data)
+    if stored is None:
+        counts.add("skipped_not_finite")
+        return False
+    return store.write(save.ticket, stored)
+
+
+def _read(store: BlockStore, key: Key, data: Bytes, codec: Codec) -> Fault | None:
+    """Read a block into a row."""
+    size = codec.sizes[key.group]
+    stored = data if size == len(data) else np.empty(size, np.uint8)
+    fault = store.read(key, stored)
+    if fault is None:
+        codec.decode(key.group, stored, data)
+    return fault

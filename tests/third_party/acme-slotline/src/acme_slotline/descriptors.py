@@ -8,6 +8,7 @@ from slotline.registry.contracts import (
     CommunicatorCapabilities,
     DrafterCapabilities,
     ExtensionCapabilities,
+    KVConnectorCapabilities,
     KVSpecCapabilities,
     LinearCapabilities,
     LogitsProcessorCapabilities,
@@ -113,4 +114,14 @@ fences = Descriptor(
     capabilities=ResponseParserCapabilities(evidence=(("```call ",),), reasoning=False),
     factory="acme_slotline.fences:FenceParser",
     summary="calls in fences: a line ```call NAME, the arguments, a line ```",
+)
+
+zip = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="acme_zip",
+    contract=ContractRange(1, 1),
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu",)), counts=Flag(True), spills=Flag(True)),
+    factory="acme_slotline.zip:ZippedBlocks",
+    options="acme_slotline.options:ZipOptions",
+    summary="compressed blocks in host memory, each with a checksum",
 )
