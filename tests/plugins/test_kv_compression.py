@@ -15,9 +15,10 @@ from repository import SUPPORT
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.plugins.kv_compression.snapkv import SnapKV
 from slotline.registry.contracts import KVCompressorContext
-from slotline.registry.errors import ConfigError, NegotiationError, PluginError, PluginLoadError
+from slotline.registry.errors import ConfigError, IntegrityError, NegotiationError, PluginError, PluginLoadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,8 +144,17 @@ def test_a_running_request_never_holds_more_than_it_may(tiny: Tiny) -> None:
     everything_returned(llm)
 
 
-@pytest.mark.parametrize("options", [KEPT, AGAIN, SCORED], ids=["prompts", "decodes", "scores"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("options", "overlap"),
+    [
+        pytest.param(KEPT, True, id="prompts-async"),
+        pytest.param(KEPT, False, id="prompts-sync"),
+        pytest.param(AGAIN, True, id="decodes-async"),
+        pytest.param(AGAIN, False, id="decodes-sync", marks=pytest.mark.slow),
+        pytest.param(SCORED, True, id="scores-async"),
+        pytest.param(SCORED, False, id="scores-sync", marks=pytest.mark.slow),
+    ],
+)
 def test_texts_depend_on_no_other_request_whatever_happens(tiny: Tiny, options: dict[str, Any], overlap: bool) -> None:
     """In a small pool: requests wait, give way, hit prefixes, and share blocks when they are compressed."""
     path = tiny("llama")
@@ -189,6 +199,30 @@ def test_blocks_that_others_share_are_not_written_to(tiny: Tiny) -> None:
     outputs = llm.generate([PROMPT, PROMPT, PROMPT], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [want] * 3
     everything_returned(llm)
+
+
+def test_pieces_of_steps_read_the_same_slots(tiny: Tiny) -> None:
+    path, pieces = tiny("llama"), {"scheduler.microbatches": 2, "scheduler.microbatch_tokens": 2}
+    want = tokens_of(engine(path, AGAIN), [PROMPT, OTHER, SHORT], GREEDY)
+    assert tokens_of(engine(path, AGAIN, **pieces), [PROMPT, OTHER, SHORT], GREEDY) == want
+
+
+def test_what_an_extension_frees_wrongly_is_found(tiny: Tiny) -> None:
+    llm = engine(tiny("llama"), KEPT)
+    cache, rows = llm.engine.scheduler.cache, llm.engine.rows
+    add(llm, "one", PROMPT, GREEDY)
+    for _ in range(3):
+        llm.engine.step()
+    freed, computed = cache.groups[0].freed, int(rows.num_computed_tokens[0])  # type: ignore[attr-defined]
+    held = computed - int(freed.count[0])
+    for kept in (0, held + 1):
+        with pytest.raises(IntegrityError, match=f"row 0 holds {held} tokens, and {kept} were to be kept"):
+            freed.keep(0, computed, kept)
+    assert freed.keep(0, computed, held) == []
+    check_integrity(llm.engine.scheduler)
+    cache.pool.remember(0, cache.groups[0].blocks[0][:1], [b"findable"])
+    with pytest.raises(IntegrityError, match="row 0, which has freed tokens, is shared or can be found"):
+        check_integrity(llm.engine.scheduler)
 
 
 def test_an_exception_in_a_step_leaves_nothing_freed(tiny: Tiny) -> None:
