@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from slotline.builder.cache_memory import allocate_pages, bind_caches, no_cache
 from slotline.builder.freed_tokens import table_maker
@@ -23,6 +23,7 @@ from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
 from slotline.planner.plan import Planned
 from slotline.planner.spec_answers import wrong_cache
+from slotline.planner.workspaces import workspace_bytes
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
     PLAIN,
@@ -138,6 +139,9 @@ class LayerGroupBuilder:
             cache_format=group.cache_format,
             options=self.planned.options(descriptor),
         )
+        if size := workspace_bytes(descriptor, context):
+            # Written, so that the host's memory is taken too before the pool is sized.
+            context = evolve(context, workspace=self._zeros(size, context.device).fill_(0))
         sharded = self.shards is not None and bool(group.cache_group)
         if self.shards is not None and group.cache_group:
             backend = self.shards.attention_backend(group, descriptor, context, self._built, self._spec)

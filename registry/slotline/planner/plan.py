@@ -82,6 +82,7 @@ from slotline.planner.weights import (
     weights_capture_refusal,
     with_weights,
 )
+from slotline.planner.workspaces import with_workspaces
 from slotline.registry.config import LoadedConfig
 from slotline.registry.config.plugin_tables import options_path
 from slotline.registry.config.tree import find
@@ -455,6 +456,7 @@ def _negotiated(
         plan = negotiate(request, attention, specs, states, rank)
     offers = offers_of((*attention, *specs, *states))
     refuse_single_plans(loaded, plan, offers)
+    plan = with_workspaces(plan, offers, loaded, max_model_len)
     plan = with_shards(plan, loaded, shards)
     builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
     plan = plan_pool(plan, request, builder)

@@ -59,7 +59,19 @@ class Subject:
         """
         if context is None:
             return resolve_factory(self.descriptor)()
-        return resolve_factory(self.descriptor)(evolve(context, contract=self.contract, options=self.options))
+        context = evolve(context, contract=self.contract, options=self.options)
+        return resolve_factory(self.descriptor)(self.with_workspace(context))
+
+    def with_workspace(self, context: Any) -> Any:
+        """Return a context with the workspace that an attention backend declares for it. It holds garbage."""
+        declared = getattr(self.capabilities, "workspace", None)
+        if declared is None or context.workspace is not None:
+            return context
+        import torch
+
+        return evolve(
+            context, workspace=torch.full((declared(context),), 0xFF, dtype=torch.uint8, device=context.device)
+        )
 
     def refusal(self, needs: Mapping[str, Any]) -> str | None:
         """Return the reason why the descriptor does not cover some needs, or None. Limits between features count.

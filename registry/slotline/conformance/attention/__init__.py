@@ -24,6 +24,7 @@ from slotline.conformance.attention import (
     sizes,
     stateful,
     underdeclared,
+    workspace,
     writes,
 )
 
@@ -49,5 +50,6 @@ __all__ = [
     "sizes",
     "stateful",
     "underdeclared",
+    "workspace",
     "writes",
 ]

@@ -189,6 +189,9 @@ class AttentionCapabilities:
             score. None for no limit, as when masked scores are minus infinity.
         batch_invariant: if the context asks for it, a token's output is bitwise independent of the rest of the batch
             and of how its request is divided into steps.
+        workspace: None, or a function from the `AttentionContext` to the bytes that the backend needs on its device
+            beside caches, for instance for partial results. The plan shows them, and they are taken before the pool
+            is sized. The context has them as `workspace`. The function imports no torch.
         exact: False for a backend that approximates, for instance by leaving keys out. It is refused (N184) unless
             the configuration names it or sets `attention.approximate`. It attends to all keys if the context's `exact`
             is True.
@@ -236,6 +239,7 @@ class AttentionCapabilities:
     lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)
     exact: Flag = Flag(True)
+    workspace: Any = None
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
     priority: int = 0
@@ -350,6 +354,8 @@ class AttentionContext:
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
         kv_scales: by layer index, the scales of an eight-bit cache. A layer without an entry has scales of 1.
         batch_invariant: True if the plan relies on the capability of that name.
+        workspace: [bytes] uint8 on the device, as many as `AttentionCapabilities.workspace` gives for this context. Its
+            contents mean nothing before each `plan`. None if nothing is declared.
         exact: True if a backend that approximates must attend to all keys. The conformance suite asks for it where it
             compares with full attention.
         options: the plugin's own table, an instance of its options class, or None.
@@ -371,6 +377,7 @@ class AttentionContext:
     batch_invariant: bool = False
     cache_format: str = PLAIN
     exact: bool = False
+    workspace: torch.Tensor | None = None
     options: Any = None
 
 

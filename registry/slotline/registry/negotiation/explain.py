@@ -169,6 +169,9 @@ def _group(group: GroupPlan, width: int) -> list[str]:
         lines += row("prefill", text, width, indent=2)
     if group.cache_format != PLAIN:
         lines += row("format", f"{group.cache_format}, which spec and backend share", width, indent=2)
+    if group.workspace:
+        size = f"{group.workspace:,} bytes beside the cache, taken before the pool is sized"
+        lines += row("workspace", size, width, indent=2)
     if group.approximate:
         lines += row("approximate", group.approximate, width, indent=2)
     if group.kv_scales:

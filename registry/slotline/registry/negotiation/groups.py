@@ -125,6 +125,7 @@ class GroupPlan:
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``. Empty for other caches.
         cache_format: format of the layers' caches.
         approximate: how the backend approximates, "" for exact attention.
+        workspace: bytes that the backend declares beside the caches.
         fast_prefill: True if the layers, which all read other layers' caches, run only for the tokens whose logits are
             wanted, in steps without a graph.
         last_queries: True if the model may skip the queries of the other tokens in the last layer, in steps without a
@@ -155,6 +156,7 @@ class GroupPlan:
     kv_scales: str = ""
     cache_format: str = PLAIN
     approximate: str = ""
+    workspace: int = 0
     fast_prefill: bool = False
     last_queries: bool = False
     reason: str = ""
@@ -187,6 +189,7 @@ class GroupPlan:
             "kv_scales": self.kv_scales,
             **({"cache_format": self.cache_format} if self.cache_format != PLAIN else {}),
             **({"approximate": self.approximate} if self.approximate else {}),
+            **({"workspace": self.workspace} if self.workspace else {}),
             **({"fast_prefill": True} if self.fast_prefill else {}),
             **({"last_queries": True} if self.last_queries else {}),
         }

@@ -19,6 +19,7 @@ from slotline.testing.mutants.attention import (
     scales,
     scores,
     sizes,
+    workspace,
 )
 
 MUTANTS = (
@@ -36,8 +37,17 @@ MUTANTS = (
     *formats.MUTANTS,
     *bounded.MUTANTS,
     *listening.MUTANTS,
+    *workspace.MUTANTS,
     *sizes.MUTANTS,
 )
-CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT, *formats.CORRECT, *bounded.CORRECT, *listening.CORRECT)
+CORRECT = (
+    *correct.CORRECT,
+    *cascade.CORRECT,
+    *alibi.CORRECT,
+    *formats.CORRECT,
+    *bounded.CORRECT,
+    *listening.CORRECT,
+    *workspace.CORRECT,
+)
 
 __all__ = ["CORRECT", "MUTANTS"]
