@@ -69,9 +69,9 @@ class Subject:
             return context
         import torch
 
-        return evolve(
-            context, workspace=torch.full((declared(context),), 0xFF, dtype=torch.uint8, device=context.device)
-        )
+        size = declared(context)  # more lies behind it, so that a check catches a backend that goes too far
+        whole = torch.full((size + 4096,), 0xFF, dtype=torch.uint8, device=context.device)
+        return evolve(context, workspace=whole[:size])
 
     def refusal(self, needs: Mapping[str, Any]) -> str | None:
         """Return the reason why the descriptor does not cover some needs, or None. Limits between features count.
