@@ -137,7 +137,7 @@ def test_steps_without_tokens_ask_what_has_arrived(slow: Callable[..., LLM]) -> 
     settled(llm)
 
 
-@pytest.mark.parametrize("load", ["asynchronous", "in the step"])
+@pytest.mark.parametrize("load", [pytest.param("asynchronous", marks=pytest.mark.slow), "in the step"])
 def test_a_store_slower_than_computing_is_left_out(load: str, tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     prompts = random_prompts([110, 105, 100], seed=6)
     settings = {**SMALL, "max_model_len": 128, **SLOW, "kv_connector.leave_out_slow": True}
