@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 LENGTHS = (5, 40, 17, 2, 30, 12)
-LEAST = 1.05
+LEAST = 1.4
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 
 
