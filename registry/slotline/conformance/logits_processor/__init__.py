@@ -13,6 +13,19 @@ from slotline.conformance.logits_processor import (
     refusals,
     rows,
     speculation,
+    values,
 )
 
-__all__ = ["companions", "contract", "floors", "form", "fuzz", "history", "params", "refusals", "rows", "speculation"]
+__all__ = [
+    "companions",
+    "contract",
+    "floors",
+    "form",
+    "fuzz",
+    "history",
+    "params",
+    "refusals",
+    "rows",
+    "speculation",
+    "values",
+]

@@ -96,6 +96,20 @@ def rows_recycled(run: Run) -> None:
             world.admit(row, random_request(rng, rng.choice(known)))
 
 
+@check(Kind.LOGITS_PROCESSOR, "logits_processor.rows.third_time", Level.HOSTILE, cost=0.06)
+def rows_third_time(run: Run) -> None:
+    """A row is used four times by requests with the same prompt, with other settings, and again with the first ones."""
+    rng, known = run.rng, [*examples(run.subject), {}]
+    first = random_request(rng, known[0], length=9)
+    world = World(run.subject, garbage="garbage")
+    for use in range(2 * max(len(known), 2)):
+        for row in (0, 3):
+            world.admit(row, Request(known[(use + row) % len(known)], first.prompt, first.output))
+        check_rows(run, world, (3, 0), f"use {use} of the rows, by requests with equal tokens")
+        for row in (0, 3):
+            world.release(row)
+
+
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.rows.release", Level.HOSTILE)
 def rows_release(run: Run) -> None:
     """Requests that leave, one that never had a step among them, do not change the others' logits."""

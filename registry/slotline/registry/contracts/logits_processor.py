@@ -50,6 +50,9 @@ class LogitsProcessorCapabilities:
             for each. The conformance suite tests the processor with them. Token ids in them are below 32, and the
             requests are shorter than 64 tokens. Parameters that go into `extra_args` are given next to the others.
         bad_examples: settings that are refused with `RequestError`, in the same form.
+        oracle: a slow and simple form of the processor for the conformance suite, or its dotted path. It is called with
+            the request's parameters, its prompt, its output, each a list of token ids, and one row of logits as floats,
+            and returns the row that `apply` should give. None for none; not for sequential processors and companions.
     """
 
     devices: Set[str] = Set(None)
@@ -65,6 +68,7 @@ class LogitsProcessorCapabilities:
     order: int = 100
     examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
     bad_examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
+    oracle: Any = None
 
 
 @frozen(kw_only=True)

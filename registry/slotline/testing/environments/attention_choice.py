@@ -217,7 +217,8 @@ def _usual_format(subject: Subject) -> str:
     if offer.refusal(PLAIN) is None:
         return PLAIN
     if subject.companion is not None:
-        return min(subject.companion.capabilities.formats.values)
+        own: str = min(subject.companion.capabilities.formats.values)
+        return own
     return KEY_BOUNDS if offer.refusal(KEY_BOUNDS) is None else PLAIN
 
 

@@ -8,6 +8,9 @@ import torch
 
 from slotline.registry.contracts import Companion
 
+ROUNDING = 4e-6
+"""Relative error of a logit that float32 may give, some thirty roundings."""
+
 
 def form_fault(before: torch.Tensor, after: Any) -> str | None:
     """Return the fault in the form of processed logits, or None.
@@ -63,6 +66,15 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
         f"the logit of token {token} is {float(found[token]):.9g}, wanted {float(expected[token]):.9g} "
         f"({len(wrong)} of {len(expected)} differ)"
     )
+
+
+def value_fault(wanted: list[float], found: list[float]) -> str | None:
+    """Return the first logit that is not the wanted one, but for a few roundings of float32, or None."""
+    for token, (right, logit) in enumerate(zip(wanted, found, strict=True)):
+        near = right == logit or abs(right - logit) <= ROUNDING * max(1.0, abs(right))
+        if not near:
+            return f"the logit of token {token} is {logit:.9g}, its oracle says {right:.9g}"
+    return None
 
 
 def floor_fault(before: torch.Tensor, after: torch.Tensor, temperature: float, floor: float) -> str | None:

@@ -70,6 +70,18 @@ class RecentPenalty:
         del self.rows[row]
 
 
+def recent_penalty(params: Mapping[str, Any], prompt: list[int], output: list[int], logits: list[float]) -> list[float]:
+    """Return one row as `RecentPenalty` should change it, token by token."""
+    recent = (prompt + output)[-params.get("recent_window", 8) :]
+    penalty, banned = params.get("recent_penalty", 1.0), params.get("never", ())
+    changed = []
+    for token, logit in enumerate(logits):
+        if token in recent:
+            logit = logit / penalty if logit > 0 else logit * penalty
+        changed.append(-float("inf") if token in banned else logit)
+    return changed
+
+
 class RepeatLimit:
     """Processor that bans a token after `max_repeats` occurrences in the output. It counts by row."""
 
@@ -239,6 +251,7 @@ descriptor = Descriptor(
             {"never": [0, 7, 8]},
         ),
         bad_examples=({"recent_penalty": 0}, {"recent_window": 0}, {"recent_penalty": "much"}, {"never": [10**9]}),
+        oracle=recent_penalty,
     ),
     factory=RecentPenalty,
 )

@@ -15,6 +15,7 @@ descriptor = Descriptor(
         order=40,
         examples=({"allowed_token_ids": [3, 9, 30]}, {"allowed_token_ids": [31]}),
         bad_examples=({"allowed_token_ids": []}, {"allowed_token_ids": [1_000_000_000]}, {"allowed_token_ids": ["3"]}),
+        oracle="slotline.plugins.logits_processors.oracles:allowed_token_ids",
     ),
     factory="slotline.plugins.logits_processors.allowed_token_ids.processor:AllowedTokenIds",
 )

@@ -15,6 +15,7 @@ descriptor = Descriptor(
         order=20,
         examples=({"logit_bias": {3: 5.0, 7: -100.0}}, {"logit_bias": {31: 0.5}}),
         bad_examples=({"logit_bias": {1_000_000_000: 1.0}}, {"logit_bias": {"3": 1.0}}, {"logit_bias": {3: 101.0}}),
+        oracle="slotline.plugins.logits_processors.oracles:logit_bias",
     ),
     factory="slotline.plugins.logits_processors.logit_bias.processor:LogitBias",
 )

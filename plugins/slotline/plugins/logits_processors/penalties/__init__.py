@@ -27,6 +27,7 @@ descriptor = Descriptor(
             {"frequency_penalty": -3.0},
             {"presence_penalty": "much"},
         ),
+        oracle="slotline.plugins.logits_processors.oracles:penalties",
     ),
     factory="slotline.plugins.logits_processors.penalties.processor:Penalties",
 )

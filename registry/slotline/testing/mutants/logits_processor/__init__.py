@@ -35,6 +35,8 @@ def _mutant(name: str, summary: str, level: Level, factory: Any, **declared: Any
 
 _PLAIN = {"speculation": Flag(False)}
 """For bugs that the checks of speculation would see sooner, though they have nothing to do with it."""
+_BLIND = {**_PLAIN, "oracle": None}
+"""The same, where an oracle would see them sooner too."""
 
 MUTANTS: tuple[Mutant, ...] = (
     _mutant("validates-nothing", "accepts any parameter", Level.NUMERICS, answers.ValidatesNothing),
@@ -48,6 +50,20 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("sees-no-work", "says that there is no work though there is", Level.NUMERICS, answers.SeesNoWork),
     _mutant("holds-prompt", "keeps the caller's prompt list", Level.HOSTILE, answers.HoldsOnToThePrompt),
     _mutant("float64", "returns float64", Level.NUMERICS, answers.ReturnsFloat64),
+    _mutant("bfloat16-inside", "computes in bfloat16", Level.NUMERICS, answers.ComputesInBfloat16),
+    _mutant("half-inside", "penalises in float16", Level.NUMERICS, answers.ComputesInHalf),
+    _mutant("token-zero", "takes token 0 of a history for token 1", Level.NUMERICS, answers.ForgetsTokenZero),
+    _mutant("last-token", "takes the last token for the one before", Level.NUMERICS, answers.ForgetsTheLastToken),
+    _mutant("short-window", "leaves out the first token of a text", Level.NUMERICS, answers.WindowTooShort),
+    _mutant("divides-all", "divides negative logits too", Level.NUMERICS, answers.MultipliesAll),
+    _mutant("by-prompt", "finds a request's settings by its prompt", Level.HOSTILE, state.SettingsByPrompt),
+    _mutant(
+        "equal-prompt",
+        "takes an equal prompt on a row for the same request",
+        Level.HOSTILE,
+        state.EqualPromptIsTheSameRequest,
+    ),
+    _mutant("two-uses", "does nothing for a prompt's third request", Level.HOSTILE, state.OnlyTwoUses),
     _mutant("returns-nothing", "works in place and returns None", Level.NUMERICS, answers.ReturnsNothing),
     _mutant("lifts-bans", "raises minus infinity to a number", Level.NUMERICS, answers.LiftsBans),
     _mutant("random", "draws from the global generator", Level.NUMERICS, answers.RandomPenalty),
@@ -83,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "caches-by-length", "keeps histories by row and length over requests", Level.HOSTILE, state.CachesByRowAndLength
     ),
-    _mutant("one-beyond", "reads one token beyond num_tokens", Level.HOSTILE, state.ReadsOneBeyond, **_PLAIN),
+    _mutant("one-beyond", "reads one token beyond num_tokens", Level.HOSTILE, state.ReadsOneBeyond, **_BLIND),
     _mutant("rest-of-row", "reads what stands behind a prompt without output", Level.HOSTILE, state.ReadsRestOfRow),
     _mutant(
         "undeclared-history",
@@ -91,7 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Level.HOSTILE,
         reference.RecentPenalty,
         needs_history=False,
-        **_PLAIN,
+        **_BLIND,
     ),
     _mutant("writes-table", "writes drafts into the core's token table", Level.HOSTILE, state.WritesDraftsIntoTable),
     _mutant("last-step-only", "misses tokens that came while the row sat out", Level.STATEFUL, state.LastStepOnly),

@@ -134,3 +134,39 @@ class KeepsTheLastOfTies(Floor):
         best = logits.shape[1] - 1 - logits.flip(1).argmax(dim=1, keepdim=True)
         tied = logits == logits.amax(dim=1, keepdim=True)
         return super().below(logits, floors) | (tied & (torch.arange(logits.shape[1], device=logits.device) != best))
+
+
+# --- precision, and the ends of the vocabulary
+
+
+class ComputesInBfloat16(RecentPenalty):
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        return super().apply(logits.bfloat16(), batch).float()
+
+
+class ComputesInHalf(RecentPenalty):
+    def penalise(self, logits: torch.Tensor, recent: list[int], penalty: float) -> None:
+        whole = logits.half()
+        super().penalise(whole, recent, penalty)
+        logits[:] = whole.float()
+
+
+class ForgetsTokenZero(RecentPenalty):
+    def known(self, batch: LogitsBatch, entry: int) -> list[int]:
+        return [token or 1 for token in super().known(batch, entry)]
+
+
+class ForgetsTheLastToken(RecentPenalty):
+    def known(self, batch: LogitsBatch, entry: int) -> list[int]:
+        return [min(token, self.vocab_size - 2) for token in super().known(batch, entry)]
+
+
+class WindowTooShort(RecentPenalty):
+    def history(self, batch: LogitsBatch, entry: int) -> list[int]:
+        return super().history(batch, entry)[1:]
+
+
+class MultipliesAll(RecentPenalty):
+    def penalise(self, logits: torch.Tensor, recent: list[int], penalty: float) -> None:
+        tokens = torch.tensor(sorted(set(recent)), dtype=torch.int64, device=logits.device)
+        logits[tokens] = logits[tokens] / penalty

@@ -246,3 +246,47 @@ class RemembersByPlace(MovingFloor):
         found = super().apply(logits, batch)
         self.shown = {entry: self.shown[row] for entry, row in enumerate(batch.rows.tolist())}
         return found
+
+
+# --- a row's third request, with a prompt that was there before
+
+
+class SettingsByPrompt(RecentPenalty):
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        super().__init__(context)
+        self.settings: dict[tuple[int, ...], tuple[float, int, list[int]]] = {}
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        answer = super().admit(row, params, prompt_token_ids)
+        self.rows[row] = self.settings.setdefault(tuple(prompt_token_ids), self.rows[row])
+        return answer
+
+
+class EqualPromptIsTheSameRequest(SettingsByPrompt):
+    """Keeps what it knows of a row's last prompt, by row."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        super().__init__(context)
+        self.last: dict[int, tuple[tuple[int, ...], tuple[float, int, list[int]]]] = {}
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        answer = RecentPenalty.admit(self, row, params, prompt_token_ids)
+        before = self.last.get(row)
+        if before is not None and before[0] == tuple(prompt_token_ids):
+            self.rows[row] = before[1]
+        self.last[row] = (tuple(prompt_token_ids), self.rows[row])
+        return answer
+
+
+class OnlyTwoUses(RecentPenalty):
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        super().__init__(context)
+        self.uses: dict[tuple[int, ...], int] = {}
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        answer = super().admit(row, params, prompt_token_ids)
+        key = tuple(prompt_token_ids)
+        self.uses[key] = self.uses.get(key, 0) + 1
+        if self.uses[key] > 2:
+            self.rows[row] = (1.0, 1, [])
+        return answer
