@@ -59,8 +59,9 @@ def test_why_not_of_a_stranger_is_an_error_that_names_who_took_part(
     run_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", run_toml, "--why-not", "flash"]) == 2
-    backends = "chunked_local, cpu, cross_attention, flash_attn, flash_attn_3, flashinfer, flex, full, full_bounds"
-    assert f"these did: {backends}, full_quantized, mla, quest, sliding" in capsys.readouterr().err
+    names = capsys.readouterr().err.partition("these did: ")[2].strip().split(", ")
+    assert names == sorted(names)
+    assert {"cpu", "flash_attn", "flash_attn_3", "full", "sliding", "torch"} <= set(names)
 
 
 def test_diff_shows_what_another_configuration_changes(run_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
