@@ -174,10 +174,11 @@ def test_texts_depend_on_no_other_request_whatever_happens(tiny: Tiny, options: 
     assert found > 0
 
 
-def test_a_second_request_finds_the_whole_prefix_of_a_compressed_one(tiny: Tiny) -> None:
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
+def test_a_second_request_finds_the_whole_prefix_of_a_compressed_one(tiny: Tiny, overlap: bool) -> None:
     path = tiny("llama")
     want = tokens_of(engine(path, KEPT), [PROMPT], GREEDY)[0]
-    llm = engine(path, KEPT)
+    llm = engine(path, KEPT, **{"scheduler.async": overlap})
     first = add(llm, "one", PROMPT, GREEDY)
     for _ in range(4):
         llm.engine.step()
