@@ -28,6 +28,7 @@ Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 Greedy = Callable[[Path, list[int], int], list[int]]
 
+SUPPORT = Path(__file__).parents[2] / "support"
 TOPK = 12
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])  # of the longer ones, the index leaves out most keys
 SMALL: dict[str, Any] = {"block_size": 4, "scheduler.max_batched_tokens": 24}
@@ -171,3 +172,24 @@ def test_other_weights_are_read_in_place(tiny: Tiny, engines: Engines, greedy: G
     (output,) = llm.generate([PROMPTS[1]], GREEDY)
     llm.engine.runner.model.reload_weights(path)
     assert output.outputs[0].token_ids == greedy(other, PROMPTS[1], 20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of log2(0), which is minus infinity here
+@pytest.mark.parametrize("name", INDEXED_FAMILIES)
+def test_triton_s_kernels_give_transformers_tokens_in_chunks_and_with_hits(
+    name: str, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    pytest.importorskip("triton")
+    path, prompts = tiny(name), PROMPTS[:2]
+    plugin = {
+        "plugins": [f"{SUPPORT / 'interpreted_attention.py'}:descriptor"],
+        "attention.backend": "interpreted_triton",
+    }
+    llm = engines(path, **SMALL, **plugin)
+    assert [group.backend for group in llm.plan.groups] == ["interpreted_triton"]
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    for _ in range(2):  # the second time with prefixes that are cached
+        outputs = llm.generate(prompts, few)
+        assert [list(o.outputs[0].token_ids) for o in outputs] == [greedy(path, prompt, 3) for prompt in prompts]

@@ -11,8 +11,8 @@ from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
-from slotline.registry.contracts.attention import AttentionCapabilities
-from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
+from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, LATENT_INDEX, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -87,7 +87,9 @@ descriptor = Descriptor(
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
         kv_scales=Flag(True),
-        cache_formats=Set((PLAIN, *FORMAT_DTYPES)),
+        cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
+        index_topk=Flag(True),
+        layer_inputs=Set(INDEX_INPUTS),
         graphs=Level(GraphSupport.ALWAYS),
         plan_once=Flag(True),
         plain_writes=True,

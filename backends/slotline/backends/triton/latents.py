@@ -206,24 +206,40 @@ class TritonLatents:
         if self._hopper is None or shape != MANY or not self._hopper.attend(*tensors):
             self._portable(*tensors)
         if splits > 1:
-            kernels.join[(launch.tokens, layer.num_heads)](
-                out,
-                lse,
-                parts,
-                norms,
-                lse,
-                launch.first_token,
-                out.stride(0),
-                out.stride(1),
-                lse.stride(0),
-                layer.num_heads,
-                splits,
-                size_v=rank,
-                padded_v=padded,
-                padded_splits=triton.next_power_of_2(splits),
-                has_sinks=False,
-                early=False,
-            )
+            first, tokens = launch.first_token, launch.tokens
+            self._join(layer, out, lse, parts, norms, first_token=first, tokens=tokens, splits=splits)
+
+    def _join(
+        self,
+        layer: AttentionLayer,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: torch.Tensor,
+        norms: torch.Tensor,
+        *,
+        first_token: int,
+        tokens: int,
+        splits: int,
+    ) -> None:
+        """Merge the splits of some tokens."""
+        kernels.join[(tokens, layer.num_heads)](
+            out,
+            lse,
+            parts,
+            norms,
+            lse,
+            first_token,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            layer.num_heads,
+            splits,
+            size_v=layer.head_size_v,
+            padded_v=parts.shape[-1],
+            padded_splits=triton.next_power_of_2(splits),
+            has_sinks=False,
+            early=False,
+        )
 
     def _portable(
         self,

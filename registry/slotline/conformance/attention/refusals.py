@@ -42,6 +42,7 @@ FLAGS = (
     "alibi",
     "keys_ahead",
     "position_bias",
+    "index_topk",
     "mla",
     "tree_mask",
     "cascade",
@@ -123,6 +124,7 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
         "keys_ahead": {"keys_ahead": True},
         "position_bias": {"position_bias": ((0.5, 0.0),) * layer.num_heads},
         "mla": _latent(layer, layer.head_size),
+        "index_topk": {**_latent(layer, layer.head_size), "index_topk": 4, "kv_kind": "dsa"},
         "latent_sizes": _latent(layer, value),
     }
     return changes.get(capability, {})

@@ -327,6 +327,10 @@ class World:
         pad = torch.full((self.case.padding, *shape), self._garbage("padding"), dtype=self.case.dtype)
         return torch.cat([empty, *rows, pad]).to(self.device)
 
+    def inputs(self) -> dict[str, Any]:
+        """Return further arguments of `write` and `forward`, none for a layer without inputs of its own."""
+        return {}
+
     # A step and its expected result
 
     def run(
@@ -360,6 +364,8 @@ class World:
             name: getattr(self.batch, name)
             for name in ("block_table", "slot_mapping", "seq_lens", "query_start_loc", "positions")
         }
+        more = self.inputs()
+        inputs |= more.get("inputs", {})
         expected = self.written()
         before = {name: bits(tensor) for name, tensor in inputs.items() if tensor is not None}
         shape = (query.shape[0] + 2 * GUARD_ROWS, case.num_heads, self.layer.head_size_v)
@@ -367,9 +373,9 @@ class World:
         out = guarded[GUARD_ROWS:-GUARD_ROWS]
         with threads(num_threads):
             if not writes_cache:
-                backend.write(self.layer, key, value, self.cache, plan)
+                backend.write(self.layer, key, value, self.cache, plan, **more)
                 self._expect_written(expected, "write")
-            lse = backend.forward(self.layer, query, key, value, self.cache, plan, out, self.sinks)
+            lse = backend.forward(self.layer, query, key, value, self.cache, plan, out, self.sinks, **more)
         for name, bytes_before in before.items():
             tensor = inputs[name]
             if tensor is not None and not torch.equal(bytes_before, bits(tensor)):
@@ -429,6 +435,10 @@ class World:
                 return f" (block {own.index(block)} of request {request})"
         return " (it belongs to no request)"
 
+    def seen(self, request: int) -> torch.Tensor | None:
+        """Return the keys that a request's query tokens see, [q, L] bool. None for what masks of the layer say."""
+        return self.case.seen(request)
+
     @cached_property
     def dense(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each request that its queries attend to."""
@@ -458,7 +468,7 @@ class World:
                 biases=case.biases,
                 causal=case.causal,
                 dtype=dtype,
-                seen=case.seen(request),
+                seen=self.seen(request),
                 positions=torch.tensor(case.positions(request)),
             )
             for request, (query, (keys, values)) in enumerate(zip(self.queries, self.dense, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve, field, frozen
 
-from slotline.registry.contracts.attention import AttentionContext, AttentionLayer, KVScales
+from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionContext, AttentionLayer, KVScales, LayerInput
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 
 NULL_BLOCK = 0
@@ -41,6 +41,9 @@ class Case:
             query tokens.
         images: (request, first position, position after the last) of new tokens that all see each other.
         keys_ahead: True if the layer heeds them.
+        index_topk: most keys that an index picks for a query, as in `AttentionLayer`. The cache's format is then
+            ``latent_index``.
+        index_heads, index_size, index_amplitude: of the index, its heads, their size, and a factor on its weights.
         amplitude: factor on the queries.
         padding: rows after the last token.
         shuffled: True if block ids are permuted, False if they ascend.
@@ -83,6 +86,10 @@ class Case:
     num_nodes: tuple[int, ...] = ()
     images: tuple[tuple[int, int, int], ...] = ()
     keys_ahead: bool = False
+    index_topk: int | None = None
+    index_heads: int = 4
+    index_size: int = 16
+    index_amplitude: float = 1.0
     amplitude: float = 1.0
     padding: int = 3
     shuffled: bool = True
@@ -204,9 +211,24 @@ class Case:
             alibi_slopes=self.alibi_slopes,
             position_bias=self.biases,
             mla=self.mla,
-            kv_kind="mla" if self.mla else "full" if self.window is None else "sliding",
+            kv_kind=self._kv_kind(),
+            index_topk=self.index_topk,
+            inputs=() if self.index_topk is None else self._index_inputs(),
             attention_type=self.attention_type,
             keys_ahead=self.keys_ahead,
+        )
+
+    def _kv_kind(self) -> str:
+        if self.mla:
+            return "mla" if self.index_topk is None else "dsa"
+        return "full" if self.window is None else "sliding"
+
+    def _index_inputs(self) -> tuple[LayerInput, ...]:
+        heads, size = self.index_heads, self.index_size
+        shapes = ((heads, size), (size,), (heads,))
+        return tuple(
+            LayerInput(name, shape, "float32" if name == "index_weight" else "")
+            for name, shape in zip(INDEX_INPUTS, shapes, strict=True)
         )
 
     def context(self, device: str = "cpu", *, layers: int = 1) -> AttentionContext:

@@ -14,10 +14,11 @@ import torch
 from attrs import evolve, fields
 
 from slotline.registry.capability import Range
-from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, KEY_BOUNDS, PLAIN
+from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, KEY_BOUNDS, LATENT_INDEX, PLAIN
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.environments.attention import Case, World, threads
 from slotline.testing.environments.attention_formats import CodedWorld
+from slotline.testing.environments.attention_index import IndexedWorld
 from slotline.testing.environments.attention_shapes import Requests
 from slotline.testing.environments.attention_told import Told
 from slotline.testing.environments.attention_written import WrittenWorld
@@ -30,7 +31,12 @@ GROUPS = (3, 2, 4, 1, 5, 6, 7, 8)
 LATENTS = {40: 32, 72: 64, 576: 512, 36: 24, 24: 16}
 """Sizes of an MLA key, and of the latent in it: small ones, DeepSeek's, and some whose parts are no power of two."""
 BLOCK_SIZES = (16, 8, 48, 1)
-WORLDS: Mapping[str, type[World]] = {PLAIN: World, KEY_BOUNDS: World, **dict.fromkeys(FORMAT_DTYPES, CodedWorld)}
+WORLDS: Mapping[str, type[World]] = {
+    PLAIN: World,
+    KEY_BOUNDS: World,
+    LATENT_INDEX: IndexedWorld,
+    **dict.fromkeys(FORMAT_DTYPES, CodedWorld),
+}
 """Formats that the suite can lay out."""
 
 
@@ -118,6 +124,7 @@ def needs_of(case: Case) -> dict[str, Any]:
         "alibi": case.alibi,
         "keys_ahead": case.keys_ahead,
         "position_bias": case.position_bias,
+        "index_topk": case.index_topk is not None,
         "kv_scales": case.kv_scales is not None,
     }
 
@@ -242,6 +249,7 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "alibi": bool(wanted.get("alibi")),
         "keys_ahead": bool(wanted.get("keys_ahead")),
         "position_bias": bool(wanted.get("position_bias")),
+        "index_topk": wanted.get("index_topk") is not None,
         "different_value_head": wanted.get("head_size_v") is not None and not wanted.get("mla"),
         "mla": bool(wanted.get("mla")),
         "attention_types": wanted.get("attention_type", "decoder"),

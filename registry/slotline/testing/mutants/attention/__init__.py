@@ -10,6 +10,7 @@ from slotline.testing.mutants.attention import (
     contract,
     correct,
     formats,
+    indexed,
     latents,
     listening,
     masks,
@@ -38,6 +39,7 @@ MUTANTS = (
     *bounded.MUTANTS,
     *listening.MUTANTS,
     *workspace.MUTANTS,
+    *indexed.MUTANTS,
     *sizes.MUTANTS,
 )
 CORRECT = (
@@ -48,6 +50,7 @@ CORRECT = (
     *bounded.CORRECT,
     *listening.CORRECT,
     *workspace.CORRECT,
+    *indexed.CORRECT,
 )
 
 __all__ = ["CORRECT", "MUTANTS"]
