@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slotline.cli.command import Command, add_json_option, print_header, print_json
 from slotline.cli.conform_run import require_packages, run_suite
 from slotline.cli.conform_show import progress, show
+from slotline.cli.conform_shrink import shrink_failures
 from slotline.cli.table import print_table
 from slotline.registry.config import load_config
 from slotline.registry.descriptor import Kind
@@ -61,6 +62,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="r.json", help="write the report")
     parser.add_argument("--junit", metavar="f.xml", help="write the report as JUnit XML")
     parser.add_argument("--badge", metavar="b.json", help="write a badge, in shields.io's endpoint form")
+    parser.add_argument(
+        "--shrink",
+        metavar="DIR",
+        help="make failing batches of an attention backend small, and write each as a pytest file",
+    )
     parser.add_argument("--list", action="store_true", help="show the checks that would run, and run none")
     add_json_option(parser)
 
@@ -109,6 +115,8 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print_header(load_config())
         show(report, tracebacks=arguments.traceback)
+        if arguments.shrink:
+            shrink_failures(report, target.name, arguments)
     good = report.clean if arguments.check else report.conformant
     return 0 if good else _NOT_CONFORMANT
 
@@ -138,6 +146,9 @@ def _check_folders(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the option.
     """
+    if arguments.shrink and (arguments.json or not Path(arguments.shrink).is_dir()):
+        why = "it prints beside the report" if arguments.json else f"there is no folder {arguments.shrink!r}"
+        raise ConfigError(f"--shrink: {why}", fix="leave --json out" if arguments.json else "make it first")
     for option in ("report", "junit", "badge"):
         file = getattr(arguments, option)
         if file and not Path(file).absolute().parent.is_dir():
@@ -178,6 +189,7 @@ COMMAND = Command(
         "slotline conform attention:torch",
         "slotline conform attention:my_attn --level L3 --report r.json --badge badge.json",
         "slotline conform ./mine.py:Mine --check attention.window",
+        "slotline conform ./mine.py:Mine --level L2 --shrink failures",
         "slotline conform attention:torch --list",
     ),
     configure=_configure,

@@ -93,12 +93,15 @@ class Run:
         case: this run's parameters.
         seed: seed of every random choice inside.
         measured: values that the check reports, e.g. ``error``, ``baseline``, ``allowed``. Plain numbers and texts.
+        batch: plain data of the latest batch that the check made, for kinds that have such. See
+            `slotline.testing.shrinking`.
     """
 
     subject: Subject
     case: Case
     seed: int
     measured: dict[str, Any] = field(factory=dict)
+    batch: Any = None
 
     @property
     def rng(self) -> Random:

@@ -295,8 +295,9 @@ def device_of(subject: Subject) -> str:
 def world(run: Run, case: Case, seed: int | None = None) -> World:
     """Return a world for a case, seeded by the run or with another seed."""
     seed = run.seed if seed is None else seed
+    run.batch = evolve(case, seed=seed % (1 << 31))
     with threads(1):
-        return maker(run)(evolve(case, seed=seed % (1 << 31)), device_of(run.subject))
+        return maker(run)(run.batch, device_of(run.subject))
 
 
 def maker(run: Run) -> Callable[[Case, str], World]:
