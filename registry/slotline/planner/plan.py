@@ -207,7 +207,8 @@ class Planned:
         """Tokens after a step's own that a drafter with layers of its own stores keys of: its drafts, and a block's."""
         if self.drafter is None or not self.draft_layers:
             return 0
-        return self.loaded.config.drafter.tokens + (self.drafter.capabilities.block_attention != "none")
+        own = 0 if self.drafter.capabilities.block_attention == "none" else 1
+        return int(self.loaded.config.drafter.tokens) + own
 
     @property
     def proposes(self) -> bool:

@@ -161,7 +161,8 @@ class BlockSelfAttention(nn.Module):
         return out
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.head_size))
+        heads: torch.Tensor = states.unflatten(-1, (-1, self.head_size))
+        return heads
 
     @staticmethod
     def _of_keys(config: LlamaConfig) -> int:
@@ -170,7 +171,8 @@ class BlockSelfAttention(nn.Module):
     @staticmethod
     def _turned(heads: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         cosines, sines = (part[:, None] for part in rotary)
-        return heads * cosines + rotate_half(heads) * sines
+        turned: torch.Tensor = heads * cosines + rotate_half(heads) * sines
+        return turned
 
 
 class DFlashLayer(nn.Module):

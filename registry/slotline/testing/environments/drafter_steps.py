@@ -147,7 +147,8 @@ class Steps:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Show one step: of each row the tokens up to an end, and rejected drafts behind the newest known ones."""
         vocab_size, hidden_size, _, num_tokens = self.sizes
-        ids, positions, following, states, starts, last = [], [], [], list[torch.Tensor](), [0], []
+        ids, positions, following = list[int](), list[int](), list[int]()
+        states, starts, last = list[torch.Tensor](), [0], list[int]()
         for row, tokens, end in steps:
             first, fallen = self.computed[row], list[int]()
             if self.rng is not None and end == len(tokens) - 1:

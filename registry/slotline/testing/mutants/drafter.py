@@ -325,14 +325,15 @@ class BlockOfTwoMore(MaskedBlock):
     def attend(self, batch: DraftBatch) -> Any:
         assert batch.attend_block is not None
         block = 1 + self.num_tokens
-        whole = batch.attend_block(2 + block)
+        whole: Any = batch.attend_block(2 + block)
 
         def some(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
             more = (
                 torch.nn.functional.pad(x.unflatten(0, (-1, block)), (0, 0, 0, 0, 0, 2)) for x in (query, key, value)
             )
             out: torch.Tensor = whole(layer, *(x.flatten(0, 1) for x in more), sinks)
-            return out.unflatten(0, (-1, 2 + block))[:, :block].flatten(0, 1)
+            kept: torch.Tensor = out.unflatten(0, (-1, 2 + block))[:, :block].flatten(0, 1)
+            return kept
 
         return some
 
@@ -427,7 +428,7 @@ class KeepsWhatWasPreempted(TokenState):
         super().advance(row, place, tokens)
         kept = getattr(self, "before", None)
         if kept is not None and place == 0:
-            self.before = None
+            del self.before
             self.states[row] = [state + kept for state in self.states[row]]
 
 

@@ -40,12 +40,14 @@ class SumOfQueries(EagerAttention):
 
 class LargestHead(EagerAttention):
     def mean_of_window(self, layer: AttentionLayer, weights: torch.Tensor) -> torch.Tensor:
-        return weights.unflatten(0, (layer.num_kv_heads, -1)).amax(1).mean(1).T
+        found: torch.Tensor = weights.unflatten(0, (layer.num_kv_heads, -1)).amax(1).mean(1).T
+        return found
 
 
 class InterleavedHeads(EagerAttention):
     def mean_of_window(self, layer: AttentionLayer, weights: torch.Tensor) -> torch.Tensor:
-        return weights.unflatten(0, (-1, layer.num_kv_heads)).mean((0, 2)).T
+        found: torch.Tensor = weights.unflatten(0, (-1, layer.num_kv_heads)).mean((0, 2)).T
+        return found
 
 
 class ByHeadFirst(EagerAttention):
@@ -66,7 +68,8 @@ class LastQueryOnly(EagerAttention):
 class MeanOfSeen(EagerAttention):
     def mean_of_window(self, layer: AttentionLayer, weights: torch.Tensor) -> torch.Tensor:
         seen = (weights > 0).sum(1).clamp(min=1)  # [H, n]
-        return (weights.sum(1) / seen).unflatten(0, (layer.num_kv_heads, -1)).mean(1).T
+        found: torch.Tensor = (weights.sum(1) / seen).unflatten(0, (layer.num_kv_heads, -1)).mean(1).T
+        return found
 
 
 class SeesLater(Asked):

@@ -132,7 +132,8 @@ class EagerAttention:
 
     def mean_of_window(self, layer: AttentionLayer, weights: torch.Tensor) -> torch.Tensor:
         """Return the means [n, Hkv] of weights [H, q, n], over queries and over the query heads of each KV head."""
-        return weights.unflatten(0, (layer.num_kv_heads, -1)).mean((1, 2)).T
+        mean: torch.Tensor = weights.unflatten(0, (layer.num_kv_heads, -1)).mean((1, 2)).T
+        return mean
 
     def scaled(
         self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor
