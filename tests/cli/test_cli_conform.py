@@ -202,7 +202,6 @@ def test_options_and_device_are_checked_as_the_configuration_checks_them() -> No
         (["ngram", "--kind", "lora"], "there is no lora plugin 'ngram'"),
         (["torch", "--kind", "lorra"], "'lorra' is no kind of plugin"),
         (["torch", "--level", "L9"], "there is no level 'L9'"),
-        (["scheduler_policy:fcfs"], "there are no conformance checks for plugins of kind 'scheduler_policy'"),
     ],
 )
 def test_wrong_names_are_errors_with_what_was_meant(

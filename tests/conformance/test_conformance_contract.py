@@ -167,6 +167,7 @@ def test_everything_that_is_not_declared_is_refused_with_its_code() -> None:
     outcomes = {name: {record.outcome for record in records} for name, records in found.items()}
     assert {name for name, seen in outcomes.items() if seen != {Outcome.PASSED}} == {
         "refuse.sliding_window",  # declared
+        "refuse.approximate",  # it attends to all keys
         "refuse.latent_sizes",  # no latents are
         "refuse.min_compute_capability",  # none is asked for
         "refuse.graphs",  # the device has none

@@ -79,7 +79,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of transformers on a cache that was cut down after the prompt."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True)
         cut = DynamicCache()
@@ -336,7 +336,9 @@ def test_scores_are_the_mean_attention_of_the_last_tokens(tiny: Tiny, chunk: int
     from transformers import AutoModelForCausalLM
 
     path = tiny("llama")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
     with torch.inference_mode():
         weights = model(torch.tensor([PROMPT]), output_attentions=True).attentions  # [1, 4, 45, 45] each
     Attended.read.clear()

@@ -266,7 +266,7 @@ def test_a_replica_finds_what_another_has_computed(experts: int, tiny: Tiny, eng
         assert "each of 2 replicas has its own" in llm.plan.explain()
         front, found = llm.front, []
         for number in range(2):
-            front.router.route = lambda *_, number=number: number
+            front.router.route = front.router.route_held = lambda *_, number=number: number
             found.append(llm.generate(PROMPTS, SHORT))
         assert [[list(o.outputs[0].token_ids) for o in outputs] for outputs in found] == [want, want]
         assert [sum(o.metrics.num_loaded_tokens for o in outputs) for outputs in found] == [0, 128]

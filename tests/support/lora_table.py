@@ -43,7 +43,18 @@ NAMES = ("first", None, "second", "first")
 LEAST = 0.1
 """By so much at least an adapter moves a logit, so that it cannot be missed."""
 NO_OUT_PROJ = frozenset({"mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"})
-FUSED_EXPERTS = frozenset({"glm4_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "qwen3_next"})
+FUSED_EXPERTS = frozenset(
+    {
+        "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "qwen3_next",
+    }
+)
 
 
 @frozen

@@ -56,7 +56,7 @@ def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = No
     Raises:
         PluginNotFoundError: with a suggestion.
         PluginConflictError: if several plugins have the name.
-        PluginLoadError: if it cannot be loaded, with its cause, or its kind has no checks.
+        PluginLoadError: if it cannot be loaded, with its cause.
     """
     before, colon, after = text.partition(":")
     bridges = entry_points(group=BRIDGES)
@@ -72,11 +72,6 @@ def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = No
         found = _installed(text, KINDS if kind is None else [kind])
     if kind is not None and found.descriptor.kind is not kind:
         raise PluginLoadError(f"{text!r} is a plugin of kind {found.descriptor.kind.value!r}, not {kind.value!r}")
-    if found.descriptor.kind not in KINDS:
-        raise PluginLoadError(
-            f"there are no conformance checks for plugins of kind {found.descriptor.kind.value!r}",
-            fix=f"kinds with checks: {', '.join(item.value for item in KINDS)}",
-        )
     return found
 
 

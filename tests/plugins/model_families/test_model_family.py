@@ -21,6 +21,7 @@ from slotline.plugins.model_families.decoder import (
     CHUNKED,
     CLASSIFIERS,
     EMBEDDERS,
+    INDEXED,
     LATENT,
     OWN_ATTENTION,
     REWARDERS,
@@ -483,6 +484,7 @@ def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
     assert descriptor.capabilities.architectures.values == {
         *ARCHITECTURES,
         *CHUNKED,
+        *INDEXED,
         *LATENT,
         *SHARING,
         *OWN_ATTENTION,

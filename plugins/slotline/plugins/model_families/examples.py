@@ -326,7 +326,7 @@ def _text_logits(folder: Path, token_ids: Sequence[int], item: Any) -> torch.Ten
 
 
 def _whisper_logits(folder: Path, token_ids: Sequence[int], item: Any) -> torch.Tensor:
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
     features = extractor(item, sampling_rate=RATE, return_tensors="pt").input_features
     with torch.no_grad():
         model = _model_of(folder)

@@ -98,7 +98,7 @@ If `cascade` is declared:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attrs import define, field, frozen
@@ -239,7 +239,7 @@ class AttentionCapabilities:
     lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)
     exact: Flag = Flag(True)
-    workspace: Any = None
+    workspace: Callable[[AttentionContext], int] | None = None
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
     priority: int = 0

@@ -9,7 +9,7 @@ computed with them (`companions`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field, frozen
@@ -68,7 +68,7 @@ class LogitsProcessorCapabilities:
     order: int = 100
     examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
     bad_examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
-    oracle: Any = None
+    oracle: Callable[..., Any] | str | None = None
 
 
 @frozen(kw_only=True)
