@@ -154,6 +154,7 @@ def pytest_file(subject: Subject, case: Case, key: str) -> str:
             "a cache of another format": case.cache_format != PLAIN,
             "scales": case.kv_scales is not None,
             "a tree": bool(case.num_nodes),
+            "inputs that are slices": case.merged,
             "keys ahead": case.keys_ahead,
             "a bias by position": case.position_bias,
             f"attention of type {case.attention_type}": case.attention_type not in ("decoder", "encoder_only"),

@@ -44,6 +44,7 @@ _PLAIN: Mapping[str, Any] = {
     "padding": 0,
     "shuffled": False,
     "strided": False,
+    "merged": False,
 }
 """Fields of a batch that a smaller one may do without."""
 

@@ -86,6 +86,20 @@ def unread(run: Run) -> None:
     prove(run, case)
 
 
+@check(
+    Kind.ATTENTION,
+    "attention.inputs.strided",
+    Level.HOSTILE,
+    cases=lambda subject: [{"shape": shape, "layout": layout} for shape in SHAPES for layout in layouts(subject)[:1]],
+)
+def strided_inputs(run: Run) -> None:
+    """Query, key and value are slices of wider tensors, each with its own offset and strides."""
+    shape = run["shape"]
+    if shape != "decode":
+        need_query(run.subject, 2)
+    prove(run, chosen(run, SHAPES[shape], merged=True))
+
+
 @check(Kind.ATTENTION, "attention.pages.edges", Level.HOSTILE)
 def page_edges(run: Run) -> None:
     """Lengths of p - 1, p and p + 1 tokens, of several pages, and prefixes that end with a page."""

@@ -359,7 +359,7 @@ class World:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `write` and `forward` with an existing plan (see `run`)."""
         case = self.case
-        query, key, value = self.new_tokens()
+        query, key, value = sliced(*self.new_tokens()) if case.merged else self.new_tokens()
         inputs = {"query": query, "key": key, "value": value, "sinks": self.sinks} | {
             name: getattr(self.batch, name)
             for name in ("block_table", "slot_mapping", "seq_lens", "query_start_loc", "positions")
@@ -542,6 +542,22 @@ def _measure(*, error: float, allowed: float, baseline: float | None = None, wha
 
 def _few(values: torch.Tensor) -> str:
     return "[" + ", ".join(f"{value:.4g}" for value in values[:3].tolist()) + ", ...]"
+
+
+def sliced(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the same query, key and value as parts of wider tensors, as merged projections and views by head are.
+
+    Queries [n, H, D] lie beside other columns, keys are a view of [Hkv, n, D], and values of each head have a gap
+    behind them. What lies between is NaN.
+    """
+    n, heads, size = query.shape
+    wide = query.new_full((n, heads * size + 24), torch.nan)
+    beside = wide[:, 16 : 16 + heads * size].unflatten(1, (heads, size))
+    by_head = key.new_full((key.shape[1] + 1, n + 3, size), torch.nan)[1:, 2 : 2 + n].transpose(0, 1)
+    with_gaps = value.new_full((n, value.shape[1], value.shape[2] + 8), torch.nan)[..., : value.shape[2]]
+    return beside.copy_(query), by_head.copy_(key), with_gaps.copy_(value)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

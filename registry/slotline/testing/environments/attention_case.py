@@ -48,6 +48,7 @@ class Case:
         padding: rows after the last token.
         shuffled: True if block ids are permuted, False if they ascend.
         strided: True if K and V are views of one buffer with gaps, False if they are two plain tensors.
+        merged: True if query, key and value are slices of wider tensors, each with its own strides.
         poisoned: those of `PLACES` that hold NaN. The others hold zeros.
         stale: True if slots behind a request's last token hold another request's old tokens, finite numbers, and not
             what `poisoned` says of unused slots. It is what engines hold that zero their memory once.
@@ -94,6 +95,7 @@ class Case:
     padding: int = 3
     shuffled: bool = True
     strided: bool = True
+    merged: bool = False
     poisoned: frozenset[str] = field(default=frozenset(PLACES), converter=frozenset)
     stale: bool = False
     freed_before_window: bool = False
@@ -152,7 +154,7 @@ class Case:
 
     def friendly(self) -> Case:
         """Return the same batch without poison, shuffling, strides and padding."""
-        return evolve(self, padding=0, shuffled=False, strided=False, poisoned=(), stale=False)
+        return evolve(self, padding=0, shuffled=False, strided=False, merged=False, poisoned=(), stale=False)
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -20,6 +20,7 @@ from slotline.testing.mutants.attention import (
     scales,
     scores,
     sizes,
+    strides,
     workspace,
 )
 
@@ -38,6 +39,7 @@ MUTANTS = (
     *formats.MUTANTS,
     *bounded.MUTANTS,
     *listening.MUTANTS,
+    *strides.MUTANTS,
     *workspace.MUTANTS,
     *indexed.MUTANTS,
     *sizes.MUTANTS,
