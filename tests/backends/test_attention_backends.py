@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_sizes import in_small
 
-from slotline.testing import Level, Outcome, check_plugin
+from slotline.testing import Check, Level, Outcome, check_plugin
 from slotline.testing.environments.attention import BACKEND_THREADS, Case, World, threads
 from slotline.testing.environments.attention_shapes import SHAPES, with_empty_rows
 
@@ -35,7 +35,10 @@ def test_a_built_in_backend_passes_at_large_sizes(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.behaviour(56, 67)
 def test_a_built_in_backend_passes_the_suite_up_to_long_histories(name: str) -> None:
-    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL, only=in_small)
+    def plain(item: Check) -> bool:
+        return in_small(item) and "formats" not in item.id  # the tests of caches have these
+
+    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL, only=plain)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     passed = {record.id for record in records if record.outcome is Outcome.PASSED}
     assert set.union(*CHECKS.values()) <= passed

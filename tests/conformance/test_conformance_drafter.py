@@ -53,7 +53,7 @@ def test_drafters_whose_needs_only_an_engine_can_give_are_skipped_with_the_reaso
     assert (shape.outcome, shape.reason) == (Outcome.SKIPPED, "needs_kv_group: only an engine can give it")
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree", "drafter:dflash"])
 def test_a_drafter_with_weights_runs_with_those_that_it_makes_up(name):
     records = check_plugin(name)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 from mutant_trials import until_killed
+from small_sizes import in_small
 from torch import Tensor, nn
 
 from slotline.registry.capability import Flag, GraphSupport, Max, Set
@@ -39,16 +40,23 @@ def test_names_of_mutants_are_unique() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_right_implementation_passes_with_room_to_spare(correct: Correct) -> None:
-    records = check_plugin(correct.descriptor, level=CPU_LEVELS)
+    records = check_plugin(correct.descriptor, level=CPU_LEVELS, only=in_small)
     assert [f"{record.id}: {record.reason}" for record in records if record.bad] == []
     ran = {record.case["kind"] for record in records if record.outcome is Outcome.PASSED and "kind" in record.case}
     assert ran == set(STATE_KINDS)
     assert max(record.ratio or 0.0 for record in records) < 0.75
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
+def test_right_implementation_passes_at_all_sizes(correct: Correct) -> None:
+    records = check_plugin(correct.descriptor, level=CPU_LEVELS, only=lambda item: item.profile == "sizes")
+    assert {record.outcome for record in records} == {Outcome.PASSED}
+
+
 def _passes(descriptor: Descriptor[object], level: Level = CPU_LEVELS) -> dict[str, list[Outcome]]:
     found: dict[str, list[Outcome]] = {}
-    for record in check_plugin(descriptor, level=level):
+    for record in check_plugin(descriptor, level=level, only=in_small):
         assert not record.bad, f"{record.id}: {record.reason}"
         found.setdefault(record.id, []).append(record.outcome)
     return found

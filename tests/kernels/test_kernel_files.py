@@ -78,7 +78,7 @@ def in_the_way(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_default_backend_runs_where_nothing_can_be_written_and_says_so_once(in_the_way: Path) -> None:
     script = f"""
 from slotline.cli import main

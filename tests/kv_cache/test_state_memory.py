@@ -117,7 +117,7 @@ def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny:
     assert logits.argmax(-1)[window:-1].tolist() == tokens[-3 * window + 1 :]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_forty_thousand_tokens_are_generated_in_the_memory_of_a_chunk(tiny: Tiny) -> None:
     """Chunks that end within blocks, in a pool of five; transformers says what each of the tokens is.
 

@@ -131,7 +131,7 @@ def test_the_whole_model_gives_the_same_text(name: str, whole: Folder) -> None:
     assert generate(LLM(whole(name), **ROOM)) == generate(LLM(whole(name), **ALONE))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_only_the_general_family_serves_is_served(whole: Folder, tmp_path: Path) -> None:
     path = whole("gemma4")
     exact = generate(LLM(path, **ALONE, batch_invariant=True))

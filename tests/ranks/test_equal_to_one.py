@@ -133,7 +133,7 @@ def test_two_ranks_are_equal_to_one_and_survive_interrupts_and_errors_of_request
     for seconds in (0.2, 0.31):
         threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS * 4, params(temperature=0, max_tokens=70))
+            llm.generate(PROMPTS * 4, params(temperature=0, max_tokens=400))
         everything_returned(llm)
     assert_equal(llm.generate(*WORKLOAD[0]), want["asynchronous"][:4])
     llm.close()

@@ -22,7 +22,7 @@ SCORED = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_processes_have_the_text_of_one_and_a_killed_one_without_requests_ends_all(tmp_path: Path) -> None:
     path = tiny_models.build("mixtral", tmp_path / "model")
     llm = LLM(path, data=2, expert=2, **DEFAULTS)

@@ -34,14 +34,23 @@ def by_rank(subject: Subject) -> Iterable[Case]:
 
 @check(Kind.LORA, "lora.sizes.ranks", Level.NUMERICS, cases=by_rank, profile=SIZES, cost=0.03)
 def sizes_ranks(run: Run) -> None:
-    """Ranks behind powers of two add their share, alone and beside the lowest rank in the same batch."""
+    """Ranks behind powers of two add their share."""
     rank = run["rank"]
     with LoraWorld(run, max_rank=rank, layers=(0,)) as world:
         world.load("high", world.adapter(rank))
         world.check(["high"] * 5, f"rank {rank}")
+
+
+@check(Kind.LORA, "lora.sizes.mixed", Level.HOSTILE, cases=by_rank, profile=SIZES, cost=0.03)
+def sizes_mixed(run: Run) -> None:
+    """Ranks behind powers of two beside the lowest rank in the same batch, in slots that held the highest."""
+    rank = run["rank"]
+    with LoraWorld(run, max_rank=rank, max_adapters=2, layers=(0,)) as world:
+        world.fill()
+        world.load("high", world.adapter(rank))
         if world.max_adapters > 1:
             world.load("low", world.adapter(1))
-            world.check(["low", "high", None] * 3, f"ranks {rank} and 1")
+        world.check([*world.loaded, None, *world.loaded, "high"], f"ranks {rank} and 1")
 
 
 @check(Kind.LORA, "lora.sizes.slots", Level.HOSTILE, cases=once, profile=SIZES, cost=0.4)

@@ -533,7 +533,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("stale-padding", "ranks above the adapter's keep the last one's weights", Level.HOSTILE, KeepsPadding),
     _mutant("by-name", "a name loaded again gets its old weights", Level.HOSTILE, RemembersByName),
     _mutant("never-frees", "unloading does not free the slot", Level.HOSTILE, NeverFrees),
-    _mutant("slots-in-turn", "hands out slots in turn, taken ones too", Level.STATEFUL, SlotsInTurn),
+    _mutant("slots-in-turn", "hands out slots in turn, taken ones too", Level.HOSTILE, SlotsInTurn),
     _mutant("moves-slots", "moves the last adapter into a freed slot", Level.HOSTILE, MovesTheLastSlot),
     _mutant("no-capacity", "loads one more adapter over slot 0", Level.HOSTILE, NoCapacity),
     _mutant("unloads-anything", "accepts unloading what is not loaded", Level.HOSTILE, UnloadsAnything),

@@ -91,12 +91,13 @@ class Handoff:
         if self._server is None or not params.get("do_remote_decode"):
             return None
         host, port = self._server.address
+        first = port - self._rank  # all ranks answer alike
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": self._identity.text,
+            "remote_engine_id": hashlib.sha256(f"{host}:{first} {self._resets}".encode()).hexdigest(),
             "remote_host": host,
-            "remote_port": port - self._rank,
+            "remote_port": first,
         }
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
