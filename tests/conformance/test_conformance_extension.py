@@ -63,6 +63,15 @@ def test_an_extension_that_carries_a_feature_is_refused_with_the_reason(name: st
     assert raised.value.fix
 
 
+@pytest.mark.parametrize(("name", "what"), [("kv_events", "prefix_events"), ("kv_compression", "frees_tokens")])
+def test_an_extension_that_uses_the_pool_is_refused_before_it_is_built(name, what):
+    if name == "kv_events":
+        pytest.importorskip("zmq")
+    with pytest.raises(PluginError, match=f"extension:{name} declares {what}, and needs an engine's pool") as raised:
+        check_plugin(f"extension:{name}", level=Level.CONTRACT)
+    assert raised.value.fix == "test it in an engine"
+
+
 def test_there_are_checks_at_each_level_that_the_kind_has() -> None:
     levels = {item.level for item in all_checks(Kind.EXTENSION) if item.mandatory}
     assert levels == set(Level) - {Level.GRAPHS}

@@ -157,7 +157,7 @@ def subject_of(
 
 
 def _refuse_carrier(descriptor: Descriptor[Any]) -> None:
-    """Refuse an extension that carries a feature of the plan: its factory needs the parts of an engine."""
+    """Refuse an extension that carries a feature of the plan, or uses the pool: it needs the parts of an engine."""
     from slotline.registry.contracts.extension import CARRIED
     from slotline.registry.errors import PluginError
 
@@ -165,6 +165,12 @@ def _refuse_carrier(descriptor: Descriptor[Any]) -> None:
         raise PluginError(
             f"{label_of(descriptor)} carries a feature of the plan, and cannot be built outside of an engine",
             fix="test it in an engine whose plan has the feature",
+        )
+    pool = [name for name in ("prefix_events", "frees_tokens") if getattr(descriptor.capabilities, name, False)]
+    if descriptor.kind is Kind.EXTENSION and pool:
+        raise PluginError(
+            f"{label_of(descriptor)} declares {' and '.join(pool)}, and needs an engine's pool of blocks",
+            fix="test it in an engine",
         )
 
 
