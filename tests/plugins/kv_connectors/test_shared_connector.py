@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,17 @@ def save(table: SharedTable, name: bytes) -> bool:
     return slot is not None and table.write(slot, content(name))
 
 
+def write_on(table: SharedTable, names: list[bytes], at: int) -> None:
+    """Save blocks until the process is killed. As a store does, leave one out while the lock is taken."""
+    try:
+        while True:
+            with suppress(LockedError):
+                save(table, names[at % len(names)])
+            at += 1
+    finally:
+        os._exit(1)  # a forked process must not go on with the tests
+
+
 def test_processes_that_evict_each_others_blocks_never_read_wrong_bytes(tmp_path: Path) -> None:
     """Two processes write all the time, are killed while they do, and a third one reads."""
     table = made(tmp_path)
@@ -122,10 +134,7 @@ def test_processes_that_evict_each_others_blocks_never_read_wrong_bytes(tmp_path
         for number in range(2):
             child = os.fork()
             if not child:
-                mine, at = made(tmp_path), number
-                while True:
-                    save(mine, names[at % len(names)])
-                    at += 1
+                write_on(made(tmp_path), names, number)
             children.append(child)
         until = time.monotonic() + 0.7
         while time.monotonic() < until:
