@@ -8,7 +8,7 @@ import torch
 
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, Run, check
-from slotline.testing.environments.lora import LoraWorld, dtypes_of, modules_of
+from slotline.testing.environments.lora import HIGHEST_RANK, LoraWorld, dtypes_of, modules_of
 from slotline.testing.subject import Subject
 
 
@@ -26,7 +26,7 @@ def once(subject: Subject) -> Iterable[Case]:
 
 def ranks(subject: Subject) -> list[int]:
     """Return the lowest, a middle and the highest rank that the checks use."""
-    highest = min(8, subject.capabilities.max_rank.limit or 8)
+    highest = min(HIGHEST_RANK, subject.capabilities.max_rank.limit or HIGHEST_RANK)
     return sorted({1, (highest + 2) // 2, highest})
 
 

@@ -233,7 +233,7 @@ class EightSlots(PaddedSlots):
         super().plan(torch.where(slots < 0, slots, slots % 8))
 
 
-class SlotsByByte(PaddedSlots):
+class SlotsByBit(PaddedSlots):
     def plan(self, slots: torch.Tensor) -> None:
         super().plan(torch.where(slots < 32, slots, -1))  # a bit for each slot in one int32
 
@@ -332,7 +332,7 @@ class BatchesInTiles(PaddedSlots):
         super().apply(module, inputs[:whole], out[:whole])
 
 
-class SegmentsOfTwoHundred(PaddedSlots):
+class ShortSegmentForgotten(PaddedSlots):
     def plan(self, slots: torch.Tensor) -> None:
         super().plan(slots)
         runs = (slots[:-1] != slots[1:]).cumsum(0)
@@ -411,11 +411,12 @@ class SkipsUnknownModules(PaddedSlots):
 
 
 class IgnoresVariants(PaddedSlots):
-    ignores = ""
+    ignores: tuple[str, ...] = ()
 
     def read(self, path: str) -> LoadedAdapter:
         config = reference.read_config(path)
-        if config.pop(self.ignores, None):
+        self.check_kind(path, config)
+        if any(config.get(name) for name in self.ignores):
             rank = int(config["r"])
             weights = load_file(f"{path}/adapter_model.safetensors")
             return LoadedAdapter(self.weights(path, weights, rank), rank, self.scale(config))
@@ -423,27 +424,27 @@ class IgnoresVariants(PaddedSlots):
 
 
 class IgnoresDora(IgnoresVariants):
-    ignores = "use_dora"
+    ignores = ("use_dora",)
 
 
 class IgnoresAlphaPattern(IgnoresVariants):
-    ignores = "alpha_pattern"
+    ignores = ("alpha_pattern",)
 
 
 class IgnoresSavedModules(IgnoresVariants):
-    ignores = "modules_to_save"
+    ignores = ("modules_to_save",)
 
 
 class IgnoresReplication(IgnoresVariants):
-    ignores = "layer_replication"
+    ignores = ("layer_replication",)
 
 
 class IgnoresBiases(IgnoresVariants):
-    ignores = "lora_bias"
+    ignores = ("lora_bias",)
 
 
-class IgnoresEveryField(PaddedSlots):
-    fields: tuple[str, ...] = (
+class IgnoresFields(IgnoresVariants):
+    ignores = (
         "use_qalora",
         "alora_invocation_tokens",
         "target_parameters",
@@ -451,21 +452,14 @@ class IgnoresEveryField(PaddedSlots):
         "arrow_config",
     )
 
-    def read(self, path: str) -> LoadedAdapter:
-        config = reference.read_config(path)
-        if any(config.get(name) for name in self.fields):
-            weights = load_file(f"{path}/adapter_model.safetensors")
-            rank = int(config["r"])
-            return LoadedAdapter(self.weights(path, weights, rank), rank, self.scale(config))
-        return super().read(path)
+
+class IgnoresTheStart(IgnoresVariants):
+    ignores = ("init_lora_weights",)
 
 
-class IgnoresTheStart(IgnoresEveryField):
-    fields = ("init_lora_weights",)
-
-
-class OtherTypes(IgnoresEveryField):
-    fields = ("peft_type",)
+class OtherTypes(PaddedSlots):
+    def check_kind(self, path: str, config: dict[str, Any]) -> None:
+        super().check_kind(path, {**config, "peft_type": "LORA"})
 
 
 class DropsOut(PaddedSlots):
@@ -544,7 +538,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("ignores-pattern", "leaves out alpha_pattern", Level.HOSTILE, IgnoresAlphaPattern),
     _mutant("ignores-saved", "leaves out modules_to_save", Level.HOSTILE, IgnoresSavedModules),
     _mutant("eight-slots", "takes a slot's last three bits", Level.HOSTILE, EightSlots),
-    _mutant("slots-by-bit", "has a bit for each of 32 slots", Level.HOSTILE, SlotsByByte),
+    _mutant("slots-by-bit", "has a bit for each of 32 slots", Level.HOSTILE, SlotsByBit),
     _mutant("rank-tiles", "leaves out what a rank has behind tiles of 16", Level.NUMERICS, RankInTiles),
     _mutant("wide-rank-tiles", "leaves out what a rank has behind tiles of 64", Level.NUMERICS, RankInWideTiles),
     _mutant("first-tile", "takes the first 16 of a higher rank", Level.NUMERICS, FirstTileOfRank),
@@ -559,7 +553,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("short-batches", "adds to 512 tokens at most", Level.HOSTILE, ShortBatches),
     _mutant("batches-in-tiles", "leaves out tokens behind tiles of 32", Level.HOSTILE, BatchesInTiles),
     _mutant(
-        "long-segment", "takes a short segment behind a long one for part of it", Level.HOSTILE, SegmentsOfTwoHundred
+        "long-segment", "takes a short segment behind a long one for part of it", Level.HOSTILE, ShortSegmentForgotten
     ),
     _mutant("frees-twice", "hands out slot 0 after many unloads", Level.HOSTILE, FreesTwice),
     _mutant("knows-the-folder", "does not read a folder again that has changed", Level.HOSTILE, KnowsTheFolder),
@@ -567,7 +561,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("writes-twice", "does not write a like adapter the third time", Level.HOSTILE, WritesOnce),
     _mutant("ignores-replication", "leaves out layer_replication", Level.HOSTILE, IgnoresReplication),
     _mutant("ignores-biases", "leaves out lora_bias", Level.HOSTILE, IgnoresBiases),
-    _mutant("ignores-fields", "leaves out fields that change the result", Level.HOSTILE, IgnoresEveryField),
+    _mutant("ignores-fields", "leaves out fields that change the result", Level.HOSTILE, IgnoresFields),
     _mutant("ignores-start", "loads what belongs to other base weights", Level.HOSTILE, IgnoresTheStart),
     _mutant("other-types", "takes other kinds of adapter for LoRA", Level.HOSTILE, OtherTypes),
     _mutant("drops-out", "scales by what dropout leaves", Level.NUMERICS, DropsOut),

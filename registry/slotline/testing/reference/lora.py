@@ -170,6 +170,7 @@ class PaddedSlots:
     def read(self, path: str) -> LoadedAdapter:
         """Read a PEFT folder and check it as a whole."""
         config = read_config(path)
+        self.check_kind(path, config)
         for key in _UNSUPPORTED:
             if config.get(key):
                 raise RequestError(f"{path}: {key} = {config[key]!r} is not supported")
@@ -183,6 +184,11 @@ class PaddedSlots:
         except (OSError, SafetensorError) as error:
             raise RequestError(f"{path}: cannot read adapter_model.safetensors: {error}") from error
         return LoadedAdapter(self.weights(path, tensors, rank), rank, self.scale(config))
+
+    def check_kind(self, path: str, config: dict[str, Any]) -> None:
+        """Refuse adapters of other types than LoRA, and biases."""
+        if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
+            raise RequestError(f"{path}: only peft_type LORA without bias is supported, not {config}")
 
     def scale(self, config: dict[str, Any]) -> float:
         rank = int(config["r"])
@@ -237,15 +243,13 @@ class GatheredSlots(PaddedSlots):
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Return the configuration of a PEFT folder. Types other than LoRA are refused."""
+    """Return the configuration of a PEFT folder."""
     try:
         config = json.loads(Path(path, "adapter_config.json").read_text())
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: cannot read adapter_config.json: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("r"), int) or "lora_alpha" not in config:
         raise RequestError(f"{path}: adapter_config.json gives no rank r and no lora_alpha")
-    if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
-        raise RequestError(f"{path}: only peft_type LORA without bias is supported, not {config}")
     return config
 
 

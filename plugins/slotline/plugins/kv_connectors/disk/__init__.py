@@ -6,14 +6,14 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from slotline.plugins.kv_connectors.stores.options import LOSSY, check_size, positive
+from slotline.plugins.kv_connectors.stores.options import StagedOptions, check_size, positive
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.kv_connector import KVConnectorCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
 
 @frozen(kw_only=True)
-class DiskOptions:
+class DiskOptions(StagedOptions):
     """Options of the plugin, in `[kv_connector.disk]`."""
 
     folder: str = field(
@@ -35,23 +35,7 @@ class DiskOptions:
             "tears is found by its checksum; 'file' waits for the disk before a file gets its name"
         },
     )
-    staging: str = field(
-        default="512MiB",
-        validator=check_size,
-        metadata={"doc": "host memory for blocks on their way, three quarters of it for saves"},
-    )
     threads: int = field(default=4, validator=positive, metadata={"doc": "threads that read"})
-    codec: Literal["none", "int8"] = field(
-        default="none",
-        metadata={
-            "doc": "'int8' rounds keys and values to eight bits with a scale for each token and head, so that texts "
-            "may differ; 'none' keeps their bytes"
-        },
-    )
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what a codec changes."""
-        return () if self.codec == "none" else (LOSSY,)
 
 
 descriptor = Descriptor(
