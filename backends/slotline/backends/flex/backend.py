@@ -8,12 +8,14 @@ some at a time, so that the gathered keys stay small compared with the cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention as operator
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from slotline.backends.alibi import slopes_of
@@ -85,7 +87,7 @@ class Plan(NamedTuple):
 
 
 class FlexBackend:
-    """Attention by FlexAttention, compiled on a GPU, unfused on a CPU. Implements `AttentionBackend`."""
+    """FlexAttention, compiled on a GPU, the operator as it is on a CPU. Implements `AttentionBackend`."""
 
     def __init__(self, context: AttentionContext) -> None:
         layer = context.layers[0]
@@ -93,8 +95,8 @@ class FlexBackend:
         self._device = torch.device(context.device)
         self._score = _capped(layer.soft_cap) if layer.soft_cap else None
         self._slopes = slopes_of(context)
-        compiler = "inductor" if self._device.type == "cuda" else "eager"
-        self._attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=compiler)
+        compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+        self._attend = _fused(compiled) if self._device.type == "cuda" else _unfused
 
     def plan(self, batch: AttentionBatch) -> Plan:
         slots = batch.slot_mapping[: batch.num_tokens]
@@ -155,6 +157,8 @@ class FlexBackend:
         how_many, which = _blocks_of_keys(owner, keys.ends)
         queries = self._put(owner), self._put(position)
         visible = _visible(queries, (self._put(keys.owner), self._put(keys.position)), self._window, causal)
+        if self._device.type != "cuda":
+            visible = _looked_up(visible, len(owner), len(keys.owner))
         return BlockMask.from_kv_blocks(
             self._put(how_many),
             self._put(which),
@@ -191,19 +195,8 @@ class FlexBackend:
         for part in plan.parts:
             tokens = slice(plan.num_tokens) if part.tokens is None else part.tokens
             keys, values = (self._gathered(one, part, query.dtype) for one in cache)
-            with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, specialize_float=True):
-                found, aux = self._attend(
-                    query[tokens].transpose(0, 1)[None],
-                    keys,
-                    values,
-                    score_mod=part.score,
-                    block_mask=part.mask,
-                    scale=layer.scale,
-                    enable_gqa=layer.num_heads != layer.num_kv_heads,
-                    kernel_options=OPTIONS,
-                    return_aux=AuxRequest(lse=True),
-                )
-            found, norms = found[0].transpose(0, 1), aux.lse[0].T  # [T, H, Dv], [T, H]
+            found, norms = self._attend(query[tokens].transpose(0, 1)[None], keys, values, part, layer)
+            found, norms = found[0].transpose(0, 1), norms[0].T  # [T, H, Dv], [T, H]
             lse[tokens] = norms if sinks is None else add_sinks(found, norms, sinks)
             out[tokens] = found
         return lse.T
@@ -215,6 +208,49 @@ class FlexBackend:
         """
         slots = _raw(cache)[part.pages].view(cache.dtype).flatten(0, 1).to(dtype)
         return torch.where(part.owned, slots, 0).transpose(0, 1)[None]
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Part, AttentionLayer], tuple[torch.Tensor, torch.Tensor]]
+"""Query [1, H, T, D], keys and values [1, num_kv_heads, slots, size] -> output [1, H, T, Dv] and lse [1, H, T]."""
+
+
+def _fused(compiled: Callable[..., Any]) -> Attend:
+    """Return FlexAttention by a compiled kernel, one for each shape of layer and for short and long batches."""
+
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, specialize_float=True):
+            found, aux = compiled(
+                query,
+                keys,
+                values,
+                score_mod=part.score,
+                block_mask=part.mask,
+                scale=layer.scale,
+                enable_gqa=layer.num_heads != layer.num_kv_heads,
+                kernel_options=OPTIONS,
+                return_aux=AuxRequest(lse=True),
+            )
+        return found, aux.lse
+
+    return attend
+
+
+def _unfused(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Part, layer: AttentionLayer
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FlexAttention by torch's own operator, which computes all scores of a part at once.
+
+    `flex_attention` would trace the same operator for each mask, score and shape, and run it the same way.
+    """
+    score = _unchanged if part.score is None else part.score
+    found, norms, _most = operator(query, keys, values, score, part.mask.as_tuple(), layer.scale, {})
+    return found, norms * math.log(2.0)  # the operator's is of base two
+
+
+def _unchanged(value: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,6 +311,19 @@ def _visible(
         if window is not None:
             seen = seen & (key_position[key] > query_position[query] - window)
         return seen
+
+    return mask
+
+
+def _looked_up(visible: Callable[..., torch.Tensor], queries: int, keys: int) -> Callable[..., torch.Tensor]:
+    """Return a mask that reads a table [queries, keys] of another one, so that a step computes it once for all layers.
+
+    The table is smaller than the scores, which torch's operator holds too.
+    """
+    table = visible(None, None, torch.arange(queries)[:, None], torch.arange(keys))
+
+    def mask(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return table[query, key]
 
     return mask
 
