@@ -22,10 +22,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def on_disk(folder: Path, **options: Any) -> dict[str, Any]:
-    """Settings of an engine whose blocks are files in a folder."""
+def on_disk(folder: Path, *, name: str = "disk", **options: Any) -> dict[str, Any]:
+    """Settings of an engine whose blocks are files in a folder, with the connector of this name."""
     given = {"folder": str(folder), "staging": "1MiB", "size": "1GiB", **options}
-    return {"kv_connector.name": "disk", **{f"kv_connector.disk.{key}": value for key, value in given.items()}}
+    return {"kv_connector.name": name, **{f"kv_connector.{name}.{key}": value for key, value in given.items()}}
 
 
 def connector_of(llm: LLM) -> Any:

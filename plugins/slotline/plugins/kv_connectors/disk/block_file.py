@@ -22,6 +22,7 @@ import struct
 import zlib
 from pathlib import Path
 from threading import get_ident
+from typing import Protocol
 
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Fault, Key
 
@@ -29,6 +30,49 @@ VERSION = 1
 MAGIC = b"SLOTKVB\0"
 HEADER_BYTES = 192
 _HEADER = struct.Struct("<8sIIQQ32s32s96x")
+
+
+class Transport(Protocol):
+    """What moves the bytes of open files. Any thread may call it, with a file of its own."""
+
+    def put(self, handle: int, header: bytes, data: Bytes) -> None:
+        """Write a header and a block. Raises OSError if they cannot be written."""
+        ...
+
+    def get(self, handle: int, header: bytearray, data: Bytes) -> tuple[int, int]:
+        """Read a header and a block. Return how many bytes were read, and the size of the file.
+
+        Raises:
+            OSError: if they cannot be read.
+        """
+        ...
+
+
+class SystemCalls(Transport):
+    """Vectored reads and writes of the system."""
+
+    def put(self, handle: int, header: bytes, data: Bytes) -> None:
+        left = [memoryview(header), data.data]
+        while left:
+            count = os.writev(handle, left)
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if left:
+                left[0] = left[0][count:]
+
+    def get(self, handle: int, header: bytearray, data: Bytes) -> tuple[int, int]:
+        size = os.fstat(handle).st_size
+        got = os.preadv(handle, [header, data.data], 0)
+        while HEADER_BYTES <= got < min(size, HEADER_BYTES + len(data)):
+            more = os.preadv(handle, [data.data[got - HEADER_BYTES :]], got)
+            if not more:
+                break
+            got += more
+        return got, size
+
+
+SYSTEM_CALLS = SystemCalls()
+"""The transport of `disk`."""
 
 
 def header_of(key: Key, identity: str, data: Bytes) -> bytes:
@@ -41,26 +85,23 @@ def header_of(key: Key, identity: str, data: Bytes) -> bytes:
     return packed(zlib.crc32(data.data, zlib.crc32(packed(0))))
 
 
-def write_block(path: Path, key: Key, identity: str, data: Bytes, *, fsync: bool) -> None:
+def write_block(
+    path: Path, key: Key, identity: str, data: Bytes, *, fsync: bool, transport: Transport = SYSTEM_CALLS
+) -> None:
     """Write a file under another name and rename it, so that nobody finds a part of it.
 
     Args:
         fsync: whether the disk must have the bytes before the file gets its name.
+        transport: moves the bytes.
 
     Raises:
         OSError: if the file cannot be written, for instance since the disk is full. Nothing is left of it then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.tmp")
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            left = [memoryview(header_of(key, identity, data)), data.data]
-            while left:
-                count = os.writev(handle, left)
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
+            transport.put(handle, header_of(key, identity, data), data)
             if fsync:
                 os.fsync(handle)
         finally:
@@ -71,7 +112,9 @@ def write_block(path: Path, key: Key, identity: str, data: Bytes, *, fsync: bool
         raise
 
 
-def read_block(path: Path, key: Key, identity: str, data: Bytes) -> Fault | None:
+def read_block(
+    path: Path, key: Key, identity: str, data: Bytes, *, transport: Transport = SYSTEM_CALLS
+) -> Fault | None:
     """Read a file into `data`, [block_bytes]. Return what is wrong with the file, None for nothing.
 
     Raises:
@@ -82,14 +125,8 @@ def read_block(path: Path, key: Key, identity: str, data: Bytes) -> Fault | None
     except FileNotFoundError:
         return Fault.MISSING
     try:
-        size = os.fstat(handle).st_size
         header = bytearray(HEADER_BYTES)
-        got = os.preadv(handle, [header, data.data], 0)
-        while HEADER_BYTES <= got < min(size, HEADER_BYTES + len(data)):
-            more = os.preadv(handle, [data.data[got - HEADER_BYTES :]], got)
-            if not more:
-                break
-            got += more
+        got, size = transport.get(handle, header, data)
     finally:
         os.close(handle)
     return _fault(bytes(header), got, size, key, identity, data)

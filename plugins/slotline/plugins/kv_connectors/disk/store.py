@@ -19,7 +19,14 @@ from uuid import uuid4
 
 from attrs import frozen
 
-from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES, VERSION, read_block, write_block
+from slotline.plugins.kv_connectors.disk.block_file import (
+    HEADER_BYTES,
+    SYSTEM_CALLS,
+    VERSION,
+    Transport,
+    read_block,
+    write_block,
+)
 from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Counts, Fault, Key
 from slotline.plugins.kv_connectors.stores.codecs import codec_of, identity_of
@@ -46,11 +53,34 @@ def build_disk(context: KVConnectorContext) -> StagedConnector:
         CapacityError: if the size does not hold one block.
         ConfigError: if the folder cannot be used, or the codec does not know the caches.
     """
-    options, counts = context.options, Counts("kv_connector:disk")
-    codec = codec_of(options.codec, context, "kv_connector.disk.codec")
-    identity, fsync = identity_of(options.codec, context), options.fsync == "file"
-    store = DiskStore(options.folder, identity, codec.sizes, options.size, counts, fsync=fsync)
-    return StagedConnector(context, store, codec, counts, options.staging, options.threads, "kv_connector.disk.staging")
+    return build_files(context, "kv_connector.disk", SYSTEM_CALLS)
+
+
+def build_files(context: KVConnectorContext, table: str, transport: Transport) -> StagedConnector:
+    """Build a connector whose blocks are files.
+
+    Args:
+        context: of the connector.
+        table: of its options, which are those of `DiskOptions` at least.
+        transport: moves the bytes of files.
+
+    Raises:
+        CapacityError: if the size does not hold one block.
+        ConfigError: if the folder cannot be used, or the codec does not know the caches.
+    """
+    options, counts = context.options, Counts(table.replace(".", ":"))
+    codec = codec_of(options.codec, context, f"{table}.codec")
+    store = DiskStore(
+        options.folder,
+        identity_of(options.codec, context),
+        codec.sizes,
+        options.size,
+        counts,
+        fsync=options.fsync == "file",
+        transport=transport,
+        table=table,
+    )
+    return StagedConnector(context, store, codec, counts, options.staging, options.threads, f"{table}.staging")
 
 
 @frozen
@@ -73,6 +103,8 @@ class DiskStore:
         limit: size of all files, as in the configuration.
         counts: what happened.
         fsync: see `write_block`.
+        transport: moves the bytes.
+        table: of the options, for errors.
     """
 
     def __init__(
@@ -84,13 +116,16 @@ class DiskStore:
         counts: Counts,
         *,
         fsync: bool = False,
+        transport: Transport = SYSTEM_CALLS,
+        table: str = "kv_connector.disk",
     ) -> None:
         self._identity = identity
         self._sizes = [HEADER_BYTES + size for size in sizes]
-        self._limit, self._counts, self._fsync = size_in_bytes(limit), counts, fsync
+        self._limit, self._counts = size_in_bytes(limit), counts
+        self._fsync, self._transport = fsync, transport
         if self._limit < max(self._sizes):
             raise CapacityError(
-                f"kv_connector.disk.size = {limit!r} holds no block: one takes {max(self._sizes)} bytes",
+                f"{table}.size = {limit!r} holds no block: one takes {max(self._sizes)} bytes",
                 fix=f"set it to '{-(-max(self._sizes) // 1024)}KiB' at least",
             )
         try:
@@ -101,7 +136,7 @@ class DiskStore:
             found = _scan(self._root)
         except OSError as error:
             raise ConfigError(
-                f"kv_connector.disk.folder = {folder!r} cannot be used: {error}",
+                f"{table}.folder = {folder!r} cannot be used: {error}",
                 fix="name a folder that can be written",
             ) from error
         self._files: OrderedDict[str, int] = OrderedDict(found)  # sizes by name, the least recently used first
@@ -134,10 +169,10 @@ class DiskStore:
         path = self._root / ticket.name
         try:
             try:
-                write_block(path, ticket.key, ticket.identity, data, fsync=self._fsync)
+                self._write(path, ticket, data)
             except FileNotFoundError:  # somebody has removed the folder
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_block(path, ticket.key, ticket.identity, data, fsync=self._fsync)
+                self._write(path, ticket, data)
         except OSError as error:
             if error.errno in _FULL:
                 self._full_until = time.monotonic() + FULL_SECONDS
@@ -157,7 +192,7 @@ class DiskStore:
 
     def read(self, key: Key, data: Bytes) -> Fault | None:
         path = self._root / self._name(key)
-        fault = read_block(path, key, self._identity, data)
+        fault = read_block(path, key, self._identity, data, transport=self._transport)
         if fault is None:
             os.utime(path)
         else:
@@ -180,6 +215,9 @@ class DiskStore:
     def reset(self) -> None:
         """Keep later blocks in a folder of their own, because other processes may still have the old weights."""
         self._identity = f"{self._identity[:64]}-{uuid4().hex}"
+
+    def _write(self, path: Path, ticket: Ticket, data: Bytes) -> None:
+        write_block(path, ticket.key, ticket.identity, data, fsync=self._fsync, transport=self._transport)
 
     def _name(self, key: Key) -> str:
         return f"{self._identity}/{key.group}-{key.block_hash.hex()}"

@@ -59,14 +59,17 @@ class Rows:
             rows = torch.empty((max(1, num_bytes // size), size), dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:
             raise CapacityError(f"{what} cannot be had: {error}", fix="lower it") from error
-        self._free = list(rows)
+        self._rows, self._fresh = rows, iter(range(len(rows)))
+        self._free = list[torch.Tensor]()  # of those that have been taken before
         self._used: deque[tuple[Any, list[torch.Tensor]]] = deque()  # with an event after their last use
 
     def take(self) -> torch.Tensor | None:
         """Return a free row, None if there is none."""
         while not self._free and self._used and self._used[0][0].query():
             self._free += self._used.popleft()[1]
-        return self._free.pop() if self._free else None
+        if self._free:
+            return self._free.pop()
+        return None if (number := next(self._fresh, None)) is None else self._rows[number]
 
     def give_back(self, rows: Iterable[torch.Tensor], used: Any = None) -> None:
         """Take rows back, which are free once the event `used` has happened."""
