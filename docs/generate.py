@@ -42,6 +42,7 @@ PARTS_OF = {
     "family_example": "model_family",
     "kv_compression": "extension",
     "pooling": "model_family",
+    "prefix_groups": "attention",
     "sampling_params": "logits_processor",
     "weights": "weight_format",
 }  # contract modules without a slot of their own

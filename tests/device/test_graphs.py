@@ -212,7 +212,7 @@ def test_made_up_steps_replay_what_was_captured_or_run_eagerly_and_nothing_betwe
         events.clear()
         runner.run(made_up_inputs(gatherer, [1, 1], shape=shape))
         assert set(events) == expected
-    for other in (GraphShape(4, 1), GraphShape(2, 2), GraphShape(2, 1, cascade=True)):
+    for other in (GraphShape(4, 1), GraphShape(2, 2), GraphShape(2, 1, cascade=1)):
         with pytest.raises(IntegrityError, match="no graph of GraphShape"):
             runner.run(made_up_inputs(gatherer, [2] if other.query_len == 2 else [1, 1], shape=other))
     assert len(made.captured) == 2
@@ -243,7 +243,7 @@ def test_a_replay_is_planned_unless_the_plans_of_its_capture_serve_it(
     engine.runner.launch(made_up_inputs(engine.gatherer, [1, 1], shape=GraphShape(2, 1)))
     assert len(plans) == planned
     assert not made.precomputed_groups(
-        GraphShape(2, 1, cascade=True)
+        GraphShape(2, 1, cascade=1)
     )  # a prefix of another length may be served in another way
     engine.runner.launch(made_up_inputs(engine.gatherer, [1, 1]))
     assert len(plans) == planned + 1
@@ -255,7 +255,7 @@ def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
     state: str, capture: Callable[[str], tuple[GraphCapturer, list[str]]]
 ) -> None:
     made, _ = capture(state)
-    inputs, _ = made.made_up(GraphShape(2, 1, cascade=True))
+    inputs, _ = made.made_up(GraphShape(2, 1, cascade=1))
     for batch in inputs.batches:
         assert 0 < batch.common_prefix_len < int(batch.seq_lens.min())
 

@@ -18,7 +18,8 @@ from slotline.core import LLM
 from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
-from slotline.plugins.cascade.prefixes import Cascade, CascadeGroup, common_prefix_len
+from slotline.plugins.cascade.prefixes import Cascade, CascadeGroup
+from slotline.plugins.cascade.step_prefixes import CommonPrefixes
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,8 +66,15 @@ def test_the_common_prefix_is_what_row_by_row_comparison_finds(
     while (blocks + 1) * size <= min(computed) and len({row[blocks] for row in table}) == 1:
         blocks += 1
     rows = np.arange(len(table))
-    found = common_prefix_len(np.array(table, np.int32), rows, np.array(computed), size)
-    assert found == (blocks * size if len(table) > 1 else 0)
+    group = CascadeGroup(Table(table), size, (Declines(answer=True),))  # type: ignore[arg-type]
+    found = Cascade([group], RequestTable(4, 16)).prefixes(rows, np.array(computed), np.ones_like(rows))
+    assert lengths(found) == [blocks * size if len(table) > 1 else 0]
+
+
+def lengths(found: Any) -> list[int]:
+    """The tokens of the prefix of all requests, by cache group."""
+    assert found is None or isinstance(found, CommonPrefixes)
+    return [0] if found is None else list(found.lengths)
 
 
 @pytest.mark.spread(2)
@@ -132,7 +140,15 @@ class Declines:
 
 
 class Table:
-    table = np.array([[7, 8, 1], [7, 8, 2], [7, 8, 3], [5, 8, 3]], np.int32)
+    """The part of a cache group that is read."""
+
+    num_merged = 0
+
+    def __init__(self, blocks: list[list[int]]) -> None:
+        self.table = np.array(blocks, np.int32)
+
+
+BLOCKS = [[7, 8, 1], [7, 8, 2], [7, 8, 3], [5, 8, 3]]
 
 
 @pytest.mark.behaviour(71)
@@ -140,11 +156,11 @@ def test_all_backends_of_a_cache_must_agree() -> None:
     rows, computed, new = np.array([0, 2]), np.array([11, 9]), np.array([1, 3])
     for answers, expected in (((True, True), 8), ((True, False), 0)):
         backends = [Declines(answer=answer) for answer in answers]
-        groups = [CascadeGroup(Table(), 4, tuple(backends)), None]  # type: ignore[arg-type]
+        groups = [CascadeGroup(Table(BLOCKS), 4, tuple(backends)), None]  # type: ignore[arg-type]
         cascade = Cascade(groups, RequestTable(4, 16))
-        assert cascade.prefixes(rows, computed, new) == (expected, 0)
+        assert lengths(cascade.prefixes(rows, computed, new)) == ([expected, 0] if expected else [0])
         assert backends[0].asked == [(8, [1, 3], [12, 12])]
-    assert cascade.prefixes(np.array([0, 3]), computed, new) == (0, 0)
+    assert cascade.prefixes(np.array([0, 3]), computed, new) is None
     assert len(backends[0].asked) == 1, "nobody is asked where nothing is shared"
 
 
@@ -153,14 +169,14 @@ def test_a_step_with_a_common_prefix_takes_no_graph_but_one_with_it() -> None:
     phases = {"decode": "full", "mixed": "piecewise"}
     limits: dict[str, int] = {"query_len": 1, "max_requests": 16, "max_tokens": 64}
     plain = GraphDispatcher(phases, (1, 2, 4, 8, 16), **limits)
-    both = GraphDispatcher(phases, (1, 2, 4, 8, 16), **limits, cascade=lambda requests, _: requests >= 4)
+    both = GraphDispatcher(phases, (1, 2, 4, 8, 16), **limits, cascade=lambda requests, _: [1] if requests >= 4 else [])
     three, nine, mixed = steps([1] * 3), steps([1] * 9), steps([1, 1, 5])
     assert plain.shape_for(three) == both.shape_for(three) == GraphShape(4, 1)
-    assert plain.shape_for(three, cascade=True) is None
-    assert both.shape_for(three, cascade=True) == GraphShape(4, 1, cascade=True)
-    assert both.shape_for(nine, cascade=True) == GraphShape(16, 1, cascade=True)
+    assert plain.shape_for(three, cascade=1) is None
+    assert both.shape_for(three, cascade=1) == GraphShape(4, 1, cascade=1)
+    assert both.shape_for(nine, cascade=1) == GraphShape(16, 1, cascade=1)
     assert both.shape_for(mixed) == GraphShape(8, 0)
-    assert both.shape_for(mixed, cascade=True) is None
+    assert both.shape_for(mixed, cascade=1) is None
     captured = [shape.num_tokens for shape in both.largest_first if shape.cascade]
     assert captured == [16, 8, 4]
 
@@ -190,6 +206,6 @@ def test_requests_that_join_in_mid_prefill_bound_the_common_prefix(tmp_path: Pat
 
 def test_the_common_prefix_reaches_the_device_where_there_is_one(tmp_path: Path) -> None:
     llm = engine(tiny_models.build("llama", tmp_path, 0), block_size=4)
-    batch = made_up_inputs(llm.engine.gatherer, [1, 1], seq_len=40, prefixes=(36,)).batches[0]
+    batch = made_up_inputs(llm.engine.gatherer, [1, 1], seq_len=40, prefixes=CommonPrefixes((36,))).batches[0]
     assert (batch.common_prefix_len, batch.common_prefix.dtype) == (36, torch.int32)  # type: ignore[union-attr]
     assert batch.common_prefix.tolist() == [36]  # type: ignore[union-attr]

@@ -64,7 +64,7 @@ def test_a_common_prefix_is_replayed_from_graphs_of_its_own(path: Path) -> None:
     tokens_of(llm, [SHARED])
     found, shapes = replayed(llm, PROMPTS)
     assert found == expected
-    assert GraphShape(16, 1, cascade=True) in shapes
+    assert GraphShape(16, 1, cascade=1) in shapes
     assert GraphShape(16, 1) not in shapes
     few, shapes = replayed(llm, PROMPTS[:2])
     assert few == expected[:2]

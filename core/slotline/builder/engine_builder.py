@@ -49,7 +49,6 @@ from slotline.core.engine.engine import Engine
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
-from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
 from slotline.core.model_runner.step_profiler import StepProfiler
@@ -69,6 +68,7 @@ from slotline.registry.contracts import (
     Model,
     ModelContext,
 )
+from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError
 from slotline.registry.loading import bind_contract
@@ -189,8 +189,8 @@ class EngineBuilder:
             caches = CacheMemory(
                 specs=layers.held(specs), pages=pages, pool=pool_of(self.planned, parts.groups, memory.num_blocks)
             )
-            cascade = layers.common_prefixes(attention, built.named.get("cascade"))
-            step = self._step(evolve(built, router=router, memory=caches), cascade)
+            cascade = layers.prefix_finder(attention, built.named.get("cascade"))
+            step = self._step(evolve(built, router=router, memory=caches), cascade, captures=True)
         self._prepare(step, known)
         engine = self._engine(step, caches.pool, memory, cascade)
         for ready in step.extensions.engine_ready:
@@ -224,16 +224,17 @@ class EngineBuilder:
             of_stages=over_stages(self.ranks),
         )
 
-    def _step(self, parts: Parts, cascade: CommonPrefixes | None = None) -> StepParts:
+    def _step(self, parts: Parts, cascade: PrefixFinder | None = None, *, captures: bool = False) -> StepParts:
         """Build what a step runs through, over the caches of `parts.router`.
 
         Args:
-            cascade: finds the prefixes that requests share. None for a step that is measured: it captures no graphs.
+            cascade: finds the prefixes that requests share, None for no finder.
+            captures: whether graphs may be captured: not for a step that is measured.
         """
         extensions = build_extensions(parts)
         pipeline = build_pipeline(self.planned, parts.rows, parts.processors, extensions)
         gatherer = self._gatherer(parts, extensions)
-        graphs = None if cascade is None else build_graphs(parts, gatherer, cascade, extensions)
+        graphs = build_graphs(parts, gatherer, cascade, extensions) if captures else None
         runner = self._runner(parts, gatherer, pipeline, extensions, graphs)
         return StepParts(
             parts=parts, extensions=extensions, pipeline=pipeline, gatherer=gatherer, runner=runner, graphs=graphs
@@ -269,7 +270,7 @@ class EngineBuilder:
                     capture(step.graphs, progress=progress)
         warmup.listen()
 
-    def _engine(self, step: StepParts, pool: BlockPool, memory: MemoryReport, cascade: CommonPrefixes) -> Engine:
+    def _engine(self, step: StepParts, pool: BlockPool, memory: MemoryReport, cascade: PrefixFinder | None) -> Engine:
         planned, parts = self.planned, step.parts
         cache = cache_maker(parts.groups, parts.rows)(
             pool,

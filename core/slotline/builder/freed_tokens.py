@@ -26,6 +26,7 @@ from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.planner.plan import Planned
 from slotline.registry.contracts import CacheBlock
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
@@ -244,7 +245,7 @@ class ShiftedInputs:
         self._count, self._preparer = freed.count, preparer
 
     def next(
-        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], variant: int
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: StepPrefixes | None, variant: int
     ) -> ModelInputs | None:
         """Return the inputs of a step, or None if none of its rows has freed tokens.
 
@@ -269,7 +270,7 @@ class ShiftedInputs:
         padding = (0, len(inputs.seq_lens_cpu) - len(kept))
         return evolve(inputs, seq_lens_cpu=np.pad(whole.seq_lens32, padding))
 
-    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: Sequence[int], variant: int) -> None:
+    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: StepPrefixes | None, variant: int) -> None:
         """Do nothing."""
 
 

@@ -24,11 +24,11 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens, resolved
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
-from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import CapturedGraph, GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.kernels.graph_capture_state import alias_without_ownership
 from slotline.registry.contracts import Device, MissingKernels, Model
+from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.errors import ModelError
 from slotline.registry.negotiation import Plan
 
@@ -47,7 +47,7 @@ class GraphCapturer(GraphRunner):
         gatherer: InputPreparer,
         plan: Plan,
         shapes: GraphDispatcher,
-        cascade: CommonPrefixes,
+        cascade: PrefixFinder | None,
         last_tokens: PlaceholderTokens | None = None,
         extensions: Extensions = NO_EXTENSIONS,
         device: Device | None = None,
@@ -98,11 +98,13 @@ class GraphCapturer(GraphRunner):
         # prefix that they share is as long as it may be, though, and they are longer.
         lens, broken = self._query_lens(shape), self.broken(shape)
         captured = any(group.name not in broken for group in self.groups)
-        prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
+        prefixes = None
+        if shape.cascade and self._cascade is not None:
+            prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len, shape.cascade)
         inputs = made_up_inputs(
             self._gatherer,
             lens,
-            seq_len=rows.max_model_len if captured or prefixes else None,
+            seq_len=rows.max_model_len if captured or prefixes is not None else None,
             shape=shape,
             prefixes=prefixes,
             variant=shape.variant,

@@ -11,14 +11,14 @@ from slotline.builder.graph_capturer import GraphCapturer
 from slotline.builder.parts import Parts
 from slotline.core.batch.extensions import Extensions
 from slotline.core.batch.graph_dispatcher import GraphDispatcher
-from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.planner.plan import Planned
+from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 
 def build_graphs(
-    parts: Parts, gatherer: InputPreparer, cascade: CommonPrefixes, extensions: Extensions
+    parts: Parts, gatherer: InputPreparer, cascade: PrefixFinder | None, extensions: Extensions
 ) -> GraphCapturer | None:
     """Build the graph runner if the plan captures graphs, else None. It captures nothing yet."""
     planned, router = parts.planned, parts.router
@@ -33,7 +33,7 @@ def build_graphs(
         max_requests=config.scheduler.max_requests,
         max_tokens=config.scheduler.max_batched_tokens,
         mixed_attention=any(group.captured("mixed") for group in groups),
-        cascade=lambda requests, query_len: any(cascade.longest(np.full(requests, query_len), planned.max_model_len)),
+        cascade=lambda requests, query_len: [] if cascade is None else _kinds(cascade, requests, query_len, planned),
         ranks=planned.place.layout.tensor if config.parallel.sequence else 1,
         variants=next(iter(extensions.captured_variants), lambda query_len: (0,)),
     )
@@ -50,6 +50,12 @@ def build_graphs(
         plans_anew="drafts" in extensions.named,  # it attends after a replay, by the step's plans
         has_logits=planned.is_last_stage,
     )
+
+
+def _kinds(cascade: PrefixFinder, requests: int, query_len: int, planned: Planned) -> list[int]:
+    """Return the kinds of prefixes that captured batches of equal requests may have."""
+    lens = np.full(requests, query_len)
+    return [kind for kind in (1, 2) if cascade.longest(lens, planned.max_model_len, kind) is not None]
 
 
 class GatheringModel:

@@ -18,7 +18,6 @@ from slotline.builder.served_attention import CheckedDispatcher
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
-from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.planner.cache_specs import SpecBuilder, of_encoder
 from slotline.planner.component_selection import plans_once
 from slotline.planner.plan import Planned
@@ -33,6 +32,7 @@ from slotline.registry.contracts import (
     AttentionLayer,
     KVSpec,
 )
+from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
 from slotline.registry.output_checks import OutputChecks
@@ -96,14 +96,14 @@ class LayerGroupBuilder:
             for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
         ]
 
-    def common_prefixes(self, attention: list[AttentionGroup], finder: Any) -> CommonPrefixes:
-        """Build the finder of common prefixes by an extension, or one that finds none if there is no extension."""
+    def prefix_finder(self, attention: list[AttentionGroup], extension: Any) -> PrefixFinder | None:
+        """Build the finder of prefixes that requests share by an extension. Return None if there is no extension."""
         groups = range(len(self.planned.plan.cache_groups))
-        if finder is None:
-            return CommonPrefixes(len(groups))
+        if extension is None:
+            return None
         read = batches_of(self.planned.plan, self.planned.stages)
-        backends = [[g.backend for g in attention if g.cascade and read[g.batch][1] == index] for index in groups]
-        found: CommonPrefixes = finder.common_prefixes(backends)
+        backends = [[g for g in attention if g.cascade and read[g.batch][1] == index] for index in groups]
+        found: PrefixFinder = extension.prefix_finder(backends)
         return found
 
     def attention_groups(self, scales: Any) -> list[AttentionGroup]:
@@ -156,6 +156,7 @@ class LayerGroupBuilder:
             device=context.device,
             cascade=group.cascade != "none",
             cascade_captured=group.cascade == "captured",
+            cascade_prefixes=descriptor.capabilities.cascade_prefixes,
             plain_writes=descriptor.capabilities.plain_writes and group.cache_format == PLAIN and not sharded,
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,

@@ -10,6 +10,7 @@ from slotline.core.batch.graph_dispatcher import GraphShape
 from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 
 
 def made_up_inputs(
@@ -19,7 +20,7 @@ def made_up_inputs(
     seq_len: int | None = None,
     vocab_size: int = 1,
     shape: GraphShape | None = None,
-    prefixes: Sequence[int] = (),
+    prefixes: StepPrefixes | None = None,
     variant: int = 0,
     beginning: bool = False,
 ) -> ModelInputs:

@@ -92,11 +92,12 @@ class LoggedPool(BlockPool):
         log.touch(self._block_of)
         return log
 
-    def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+    def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
         """See `BlockPool.remember`."""
-        super().remember(group, blocks, hashes)
+        copies = super().remember(group, blocks, hashes)
         for log in self._logs:
             log.touch((group, one) for one in hashes)
+        return copies
 
     def reset(self) -> None:
         """See `BlockPool.reset`."""

@@ -33,6 +33,7 @@ descriptor = Descriptor(
         tree_mask=Flag(True),
         request_trees=Flag(True),
         cascade=Flag(True),
+        cascade_prefixes="levels",
         kv_scales=Flag(True),
         cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
         index_topk=Flag(True),

@@ -22,6 +22,7 @@ from slotline.backends.torch_sdpa.index import picked
 from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import CacheTensors
+from slotline.registry.contracts.prefix_groups import PrefixGroups
 
 MAX_QUERY_ROWS = 512
 """Query tokens of one request handled at once: bounds the memory of the scores."""
@@ -154,7 +155,12 @@ class TorchBackend:
         return Plan(num_new, rows, blocks, offsets, groups, self._prefix(batch), {})
 
     def _prefix(self, batch: AttentionBatch) -> list[Group]:
-        """Return a group of all query tokens, as if of the first request, over the shared blocks."""
+        """Return a group of all query tokens, as if of the first request, over the shared blocks.
+
+        Of prefixes of groups of requests return a group for each segment, with the query tokens of its requests.
+        """
+        if batch.prefix_groups is not None:
+            return self._segments(batch, batch.prefix_groups)
         if not batch.common_prefix_len:
             return []
         starts = range(0, batch.num_tokens, MAX_QUERY_ROWS)
@@ -162,6 +168,22 @@ class TorchBackend:
             Piece(min(MAX_QUERY_ROWS, batch.num_tokens - start), batch.common_prefix_len, 0, start) for start in starts
         )
         return [self._group(batch, [piece], causal=False, first_key=0) for piece in whole]
+
+    def _segments(self, batch: AttentionBatch, shared: PrefixGroups) -> list[Group]:
+        bounds, device = pairwise(shared.starts_cpu.tolist()), batch.block_table.device
+        found = []
+        for (begin, end), (request, first, last, _) in zip(bounds, shared.segments_cpu.tolist(), strict=True):
+            keys = torch.arange(first, last, device=device)
+            blocks = batch.block_table[request, keys // self._block_size].long()[None]
+            for start in range(begin, end, MAX_QUERY_ROWS):
+                tokens = shared.tokens[None, start : min(start + MAX_QUERY_ROWS, end)].long()  # [1, q]
+                seen = torch.ones((1, 1, 1, tokens.shape[1], len(keys)), dtype=torch.bool, device=device)
+                masks = dict.fromkeys(self._reaches, seen)
+                distance = None
+                if self._slopes is not None or self._position_bias is not None:
+                    distance = (keys - batch.positions[tokens][:, :, None])[:, None, None]
+                found.append(Group(tokens, blocks, keys[None] % self._block_size, masks, distance))
+        return found
 
     def _pieces(self, batch: AttentionBatch) -> list[Piece]:
         starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
@@ -176,7 +198,9 @@ class TorchBackend:
         return pieces
 
     def _group(self, batch: AttentionBatch, pieces: list[Piece], causal: bool, first_key: int | None = None) -> Group:
-        first_key = batch.common_prefix_len if first_key is None else first_key
+        if first_key is None:
+            shared = batch.prefix_groups
+            first_key = batch.common_prefix_len if shared is None else min(shared.own_cpu[p.request] for p in pieces)
         device = batch.block_table.device
         columns = torch.tensor(pieces, device=device).T.unsqueeze(2)  # [5, B, 1]
         num_keys, request, first = columns[1], columns[2], columns[3]  # [B, 1] each
@@ -208,6 +232,9 @@ class TorchBackend:
             visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
         else:
             visible, places = _visible_in_tree(batch, pieces, keys, query, self._reaches)
+        if causal and batch.prefix_groups is not None:
+            own = (keys >= batch.prefix_groups.own[request])[:, None, None, None, :]  # others are in segments
+            visible = {reach: mask & own for reach, mask in visible.items()}
         if self._slopes is None and self._position_bias is None:
             return Group(tokens, blocks, offsets, visible)
         distance = places.expand(len(pieces), -1)[:, None, :] - batch.positions[tokens][:, :, None]  # [B, q, L]

@@ -70,4 +70,5 @@ class FastPrefillBatch:
             num_decodes=self.num_decodes,
             common_prefix_len=0,
             common_prefix=None,
+            prefix_groups=None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from attrs import frozen
 
@@ -25,14 +25,14 @@ class GraphShape:
         query_len: of every request if all have the same, so that whole requests are padded. 0 for a mixed batch.
         num_requests: of a mixed batch whose attention is captured too, requests without query tokens included. 0 if
             attention runs between the graphs and takes any number.
-        cascade: whether the batch has a common prefix that is served apart.
+        cascade: the kind of prefixes that are served apart (`StepPrefixes.kind`), 0 for none.
         variant: of the forward pass, as an extension numbers them. 0 for the plain one.
     """
 
     num_tokens: int
     query_len: int
     num_requests: int = 0
-    cascade: bool = False
+    cascade: int = 0
     variant: int = 0
 
     @property
@@ -51,8 +51,8 @@ class GraphDispatcher:
         max_requests, max_tokens: bounds on every batch.
         mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
             requests are padded too.
-        cascade: for a number of requests and of query tokens each: whether a uniform batch of them may have a common
-            prefix that is served apart.
+        cascade: for a number of requests and of query tokens each: the kinds of prefixes to serve apart that a uniform
+            batch of them may have.
         ranks: number whose multiples the token counts asked for are rounded up to: that of ranks that divide tokens.
         variants: for a query length, 0 for mixed batches, the variants that shapes are captured for, in ascending
             order. A shape of a larger variant serves steps of a smaller one too.
@@ -67,7 +67,7 @@ class GraphDispatcher:
         max_requests: int,
         max_tokens: int,
         mixed_attention: bool = False,
-        cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
+        cascade: Callable[[int, int], Collection[int]] = lambda requests, query_len: (),
         variants: Callable[[int], Sequence[int]] = lambda query_len: (0,),
         ranks: int = 1,
     ) -> None:
@@ -82,32 +82,32 @@ class GraphDispatcher:
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
         if phases.get("mixed", "none") != "none":
             self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in mixed_sizes if size > 0}))
-        # One for each power of two: padding costs less than twice as many captures.
-        self._cascades = {
-            length: tuple(size for size in own if (size // length).bit_count() == 1 and cascade(size // length, length))
-            for length, own in self._sizes.items()
-            if length
-        }
+        self._cascades = dict[tuple[int, int], tuple[int, ...]]()  # by kind and query length
+        for length in filter(None, self._sizes):
+            # One for each power of two: padding costs less than twice as many captures.
+            found = [(size, cascade(size // length, length)) for size in self._sizes[length]]
+            found = [(size, kinds) for size, kinds in found if (size // length).bit_count() == 1]
+            for kind in sorted({kind for _, kinds in found for kind in kinds}):
+                self._cascades[kind, length] = tuple(size for size, kinds in found if kind in kinds)
 
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:
         """Every shape in the order of capture."""
         every = [
             self._shape(size, length, cascade=cascade, variant=variant)
-            for cascade, by_length in ((False, self._sizes), (True, self._cascades))
-            for length, sizes in by_length.items()
+            for (cascade, length), sizes in ({(0, of): own for of, own in self._sizes.items()} | self._cascades).items()
             for size in sizes
             for variant in self._variants(length)
         ]
         return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.variant)))
 
-    def shape_for(self, schedule: SchedulerOutput, *, cascade: bool = False, variant: int = 0) -> GraphShape | None:
+    def shape_for(self, schedule: SchedulerOutput, *, cascade: int = 0, variant: int = 0) -> GraphShape | None:
         """Return the captured shape that a step is padded to.
 
         Return None if the step runs eagerly.
 
         Args:
-            cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
+            cascade: the kind of prefixes that are served apart: no capture of another kind fits.
             variant: that its requests need.
         """
         if schedule.eager:
@@ -116,12 +116,12 @@ class GraphDispatcher:
         length = tokens // requests
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
-        sizes = (self._cascades if cascade else self._sizes).get(length, ())
+        sizes = (self._cascades.get((cascade, length)) if cascade else self._sizes.get(length)) or ()
         taken = next((captured for captured in self._variants(length) if captured >= variant), None)
         if not sizes or tokens > sizes[-1] or taken is None:
             return None
         return self._shape(padded_size(tokens, sizes), length, cascade=cascade, variant=taken)
 
-    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, variant: int) -> GraphShape:
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: int, variant: int) -> GraphShape:
         num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
         return GraphShape(num_tokens, query_len, num_requests, cascade, variant)

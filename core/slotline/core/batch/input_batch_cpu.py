@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 from attrs import evolve, field, frozen
 
 from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 
 Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -30,7 +30,7 @@ class InputBatchCPU:
         logits_indices, logits_rows, spec_positions: [num_logits] int64, as in `ModelInputs`, as are `spec_paths` and
             `num_verified`.
         num_decodes: leading requests with one token.
-        prefixes: tokens of the common prefixes to serve apart, by cache group, empty for none.
+        prefixes: those to serve apart, None for none.
         cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
         pending: as in `ModelInputs`.
         token_rows: [num_tokens] int64, the row of each token, without padding.
@@ -53,7 +53,7 @@ class InputBatchCPU:
     logits_indices: Int
     logits_rows: Int
     num_decodes: int
-    prefixes: Sequence[int]
+    prefixes: StepPrefixes | None = None
     cuts_wanted: bool = False
     spec_positions: Int | None = None
     spec_paths: Int | None = None
@@ -117,4 +117,6 @@ class InputBatchCPU:
             if shape.query_len:
                 changes["batch_tokens"] = shape.num_tokens
                 changes["num_decodes"] = len(self.rows) + missing if self.max_query_len == 1 else 0
+        if self.prefixes is not None:
+            changes["prefixes"] = self.prefixes.padded(shape.padded_requests, shape.num_tokens)
         return evolve(self, **changes) if changes else self

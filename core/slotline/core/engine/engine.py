@@ -30,7 +30,6 @@ from slotline.core.engine.output_processor import OutputProcessor, StepResult, j
 from slotline.core.engine.recovery import Recovery
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.engine.stop_checker import StopChecker
-from slotline.core.model_runner.common_prefixes import CommonPrefixes
 from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.core.model_runner.model_runner import ModelRunner
@@ -42,6 +41,7 @@ from slotline.core.scheduler.scheduler import Scheduler
 from slotline.kernels.device_scope import on_device
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CompiledKernel, KernelCompiler, ResponseParser
+from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
@@ -127,7 +127,7 @@ class Engine:
     sampling_defaults: Mapping[str, Any] = field(factory=dict)
     device: str = "cpu"
     graphs: GraphRunner | None = None
-    cascade: CommonPrefixes = field(factory=CommonPrefixes)
+    cascade: PrefixFinder | None = None
     extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
     turns: int = 1
@@ -436,13 +436,14 @@ class Engine:
     def _launch(self, schedule: SchedulerOutput) -> ForwardOutput:
         """Gather a step's inputs and start its forward pass."""
         with self.profiler.scope("gather"):
-            prefixes = self.cascade.of_step(schedule) if self.cascade.finds else self.cascade.none
+            prefixes = None if self.cascade is None else self.cascade.of_step(schedule)
             variant = 0
             for choose in self.extensions.graph_variant:
                 variant = choose(schedule.rows)
             shape = None
             if self.graphs is not None:
-                shape = self._graph_shape(self.graphs, schedule, cascade=any(prefixes), variant=variant)
+                kind = 0 if prefixes is None else prefixes.kind
+                shape = self._graph_shape(self.graphs, schedule, cascade=kind, variant=variant)
             variant = variant if shape is None else shape.variant
             inputs = self.gatherer.gather(schedule, shape, prefixes, variant=variant)
         for prepare in self.extensions.prepare_inputs:
@@ -454,7 +455,7 @@ class Engine:
         return launched
 
     def _graph_shape(
-        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: bool, variant: int
+        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: int, variant: int
     ) -> GraphShape | None:
         """Return the captured shape of a step, or None to run eagerly."""
         for needs_eager in self.extensions.needs_eager:

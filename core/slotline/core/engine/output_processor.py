@@ -67,6 +67,8 @@ class OutputProcessor:
     def __call__(self, schedule: SchedulerOutput, output: StepOutput) -> StepResult:
         """Write the step's results into rows, cache and requests, and let finished requests go."""
         self.num_known = self.rows.num_tokens - self.rows.num_pending
+        for row in output.spoiled:
+            self.scheduler.cache.forget(row)
         self._count(schedule, output)
         self._record(output)
         ended = self._answer(output) if output.answers else {}
@@ -77,8 +79,6 @@ class OutputProcessor:
             if row not in ended:
                 logger.error("request %r failed: %s", self.rows.request(row).request_id, cause)
                 ended[row] = ("error", cause)
-        for row in output.spoiled:
-            self.scheduler.cache.forget(row)
         finished = self._finish(ended) if ended else []
         self.num_known = None
         return StepResult(rows=rows, token_ids=token_ids, finished=finished)

@@ -99,14 +99,20 @@ class BlockPool:
                 if block not in cached:  # not cached: reuse it before any cached block
                     free.move_to_end(block, last=False)
 
-    def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Make full blocks findable. If a prefix is cached already, its first block stays the findable block."""
-        block_of, hash_of = self._block_of, self._hash_of
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            key = (group, block_hash)
-            if key not in block_of and block != NULL_BLOCK:
-                block_of[key] = block
-                hash_of[block] = key
+    def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """Make full blocks findable. If a prefix is cached already, its first block stays the findable block.
+
+        Return the places of `blocks` that are copies of other findable ones.
+        """
+        block_of, hash_of, copies = self._block_of, self._hash_of, list[int]()
+        for place, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
+            if block == NULL_BLOCK:
+                continue
+            if block_of.setdefault((group, block_hash), block) != block:
+                copies.append(place)
+            else:
+                hash_of[block] = group, block_hash
+        return copies
 
     def drop(self, blocks: Iterable[CacheBlock]) -> list[int]:
         """Forget the blocks' cached contents, unless a block was reused since. Return those forgotten."""

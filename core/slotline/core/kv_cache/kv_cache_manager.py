@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from slotline.core.batch.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.batch.request import Request
-from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.request_table import NO_LIMIT, RequestTable
 from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.core.kv_cache.cache_group import CacheGroup
@@ -20,7 +20,7 @@ Int = npt.NDArray[np.int64]
 
 HASHED_TOGETHER = 8
 """Full blocks of hashing of a row that are hashed at a time, unless a prefix is looked up earlier. Hashing them singly
-costs several times as much.
+costs several times as much. The blocks of prompts, whose hashes are known, do not wait for others.
 """
 TO_FILL = -1
 """Placeholder in a prefix for a block that the pool does not hold and an extension fills."""
@@ -110,7 +110,7 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Forget all cached prefixes. Blocks that requests hold stay theirs."""
-        self._findable[:] = self._full
+        np.maximum(self._findable, self._full, out=self._findable)
         self.pool.reset()
         for forget in self.extensions.forget_prefixes:
             forget()
@@ -158,16 +158,18 @@ class KVCacheManager:
         if self.prefix_caching and self.groups:
             self._rows = rows
             self._full[changed] = full = after // self.hash_block_size
-            self._remember_full(changed[full >= self._findable[changed] + self._together])
+            findable, of_prompts = self._findable[changed], rows.num_prompt_tokens[changed] // self.hash_block_size
+            at_once = np.minimum(full, of_prompts) > findable  # others may share them
+            self._remember_full(changed[at_once | (full - findable >= self._together)])
         for group in self.groups:
             if group.frees_early:
                 for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
                     self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
     def forget(self, row: int) -> None:
-        """Make the blocks of a row with wrong keys or values unfindable."""
+        """Make the blocks of a row with wrong keys or values unfindable, and those that it fills from now on."""
         if self.groups:
-            self._findable[row] = self._full[row]
+            self._findable[row] = NO_LIMIT
         for group in self.groups:
             self.pool.forget(group.blocks[row])
 
@@ -272,6 +274,23 @@ class KVCacheManager:
             step = group.block_size // self.hash_block_size
             blocks = group.blocks[row][first // step : last // step]
             known = hashes[first // step * step + step - 1 : last : step]
-            self.pool.remember(group.index, blocks, known)
+            if copies := self.pool.remember(group.index, blocks, known):
+                self._merge(group, row, first // step, copies, known)
+                blocks = group.blocks[row][first // step : last // step]
             for note in self.extensions.blocks_filled:
                 note(group.index, blocks, known)
+
+    def _merge(
+        self, group: CacheGroup, row: int, first: int, copies: Sequence[int], hashes: Sequence[BlockHash]
+    ) -> None:
+        """Put findable blocks in the place of a row's copies, and give these back. A step in flight may read them yet.
+
+        What is written to them comes after it, as with the blocks of a request that has ended. The places of `copies`
+        and `hashes` count from the row's block `first` on.
+        """
+        filling = {block for held in self.extensions.held_blocks for block in held()}  # an extension may write them yet
+        for place in copies:
+            block = self.pool.lookup(group.index, hashes[place])
+            if block is not None and block not in filling:
+                self.pool.share([block])
+                self.pool.release([group.merge(row, first + place, block)])

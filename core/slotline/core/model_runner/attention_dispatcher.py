@@ -27,7 +27,8 @@ class AttentionGroup:
         batch: index of its batch among a step's batches. The batch holds the tables of its cache group on its device.
         layers: in call order.
         device: torch device string.
-        cascade: whether it serves common prefixes apart. `cascade_captured` says whether that can be inside a graph.
+        cascade: whether it serves common prefixes apart. `cascade_captured` says whether that can be inside a graph,
+            `cascade_prefixes` which prefixes, see `AttentionCapabilities`.
         plain_writes: whether the model may store new keys and values in the backend's place.
         fast_prefill: whether its layers get only a step's wanted tokens, if the step names them.
         last_queries: whether a layer may get only the queries of the wanted tokens, with all keys and values.
@@ -43,6 +44,7 @@ class AttentionGroup:
     device: str = "cpu"
     cascade: bool = False
     cascade_captured: bool = False
+    cascade_prefixes: str = "one"
     plain_writes: bool = False
     fast_prefill: bool = False
     last_queries: bool = False
@@ -290,6 +292,6 @@ def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:
 
     This is so for layers with a window over the same cache.
     """
-    if not batch.common_prefix_len or group.cascade:
+    if group.cascade or not (batch.common_prefix_len or batch.prefix_groups):
         return batch
-    return evolve(batch, common_prefix_len=0, common_prefix=None)
+    return evolve(batch, common_prefix_len=0, common_prefix=None, prefix_groups=None)

@@ -26,6 +26,7 @@ from slotline.core.device.transfer_buffer import reserved_bytes
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.device_inputs import DeviceInputs, UploadedInputs
 from slotline.registry.contracts import AttentionBatch
+from slotline.registry.contracts.prefix_groups import most_packed
 
 
 class AttentionMetadataBuilder:
@@ -75,7 +76,7 @@ class AttentionMetadataBuilder:
         logits = requests * (1 + max_spec_tokens)
         by_token = reserved_bytes((max(max_tokens, logits),), np.int64)
         by_request = reserved_bytes((requests + 1,), np.int64)
-        by_group = reserved_bytes((len(self._groups),), np.int32)
+        by_group = len(self._groups) * reserved_bytes((most_packed(requests, max_tokens),), np.int32)
         by_fixed = sum(
             reserved_bytes((requests * self._groups[i].table.shape[1] * self._kernel_block_sizes[i],), np.int64)
             for i in self._fixed_groups
@@ -193,8 +194,7 @@ class AttentionMetadataBuilder:
                     query_start_loc_cpu=host.starts32,
                     seq_lens_cpu=host.seq_lens32,
                     num_decodes=host.num_decodes,
-                    common_prefix_len=prefixes[group] if prefixes else 0,
-                    common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
+                    **({} if prefixes is None else prefixes.fields(group, there.prefixes)),
                 ),
             )
             for feed, there, taken in zip(self.feeds, sent, tables, strict=True)

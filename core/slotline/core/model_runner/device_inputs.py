@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from attrs import frozen
 
 from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.core.kv_cache.block_table import BlockTables
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 
 Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -20,8 +20,8 @@ Int32 = npt.NDArray[np.int32]
 class UploadedInputs(NamedTuple):
     """Tensors of one step on a device, with `slot_mappings` by cache group of the device.
 
-    `fixed_lens` are [num_requests] int32, empty if no group has a fixed number of keys. `common_prefixes` are
-    [num_cache_groups] int32, of all cache groups, empty if no group has one.
+    `fixed_lens` are [num_requests] int32, empty if no group has a fixed number of keys. `prefixes` are the numbers of
+    `StepPrefixes`, empty for none.
     """
 
     positions: torch.Tensor
@@ -29,7 +29,7 @@ class UploadedInputs(NamedTuple):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     fixed_lens: torch.Tensor
-    common_prefixes: torch.Tensor
+    prefixes: torch.Tensor
 
 
 @frozen(eq=False)
@@ -53,9 +53,9 @@ class DeviceInputs:
         starts: Int32,
         seq_lens: Int32,
         fixed_lens: Int32,
-        prefixes: Sequence[int],
+        prefixes: StepPrefixes | None,
     ) -> UploadedInputs:
-        """Upload the inputs of attention except block tables. `slots` and `prefixes` are by cache group.
+        """Upload the inputs of attention except block tables. `slots` are by cache group.
 
         Arrays with an entry for each token come before those with an entry for each request, since graphs of mixed
         batches read only the former and take any number of requests.
@@ -67,5 +67,5 @@ class DeviceInputs:
             upload(starts),
             upload(seq_lens),
             upload(fixed_lens),
-            upload(np.asarray(prefixes if any(prefixes) else (), np.int32)),
+            upload(np.zeros(0, np.int32) if prefixes is None else prefixes.packed()),
         )

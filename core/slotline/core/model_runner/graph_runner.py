@@ -115,6 +115,7 @@ class GraphRunner:
             for batch in inputs.batches:
                 read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
                 read += [] if batch.common_prefix is None else [batch.common_prefix]
+                read += [] if batch.prefix_groups is None else [batch.prefix_groups.segments]
         return tuple(tensor.data_ptr() for tensor in read)
 
     def broken(self, shape: GraphShape) -> frozenset[str]:

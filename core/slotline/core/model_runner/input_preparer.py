@@ -23,18 +23,19 @@ from slotline.core.kv_cache.block_table import BlockTables
 from slotline.core.kv_cache.cache_group import CacheGroup
 from slotline.core.model_runner.attention_metadata_builder import AttentionMetadataBuilder
 from slotline.core.model_runner.device_inputs import DeviceInputs
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 
 
 class GatherShortcut(Protocol):
     """A way to the inputs of some steps without a gather, which an extension knows."""
 
     def next(
-        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], variant: int
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: StepPrefixes | None, variant: int
     ) -> ModelInputs | None:
         """Return the inputs of a step, or None to have them gathered."""
         ...
 
-    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: Sequence[int], variant: int) -> None:
+    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: StepPrefixes | None, variant: int) -> None:
         """Note the inputs of a step that was gathered."""
         ...
 
@@ -88,13 +89,13 @@ class InputPreparer:
         self,
         schedule: SchedulerOutput,
         shape: GraphShape | None = None,
-        prefixes: Sequence[int] = (),
+        prefixes: StepPrefixes | None = None,
         *,
         variant: int = 0,
     ) -> ModelInputs:
         """Gather the inputs of a scheduled step, padded to a captured shape if given.
 
-        `prefixes` are the common prefixes to serve apart, by cache group, empty for none. `variant` is that of the
+        `prefixes` are those to serve apart, None for none. `variant` is that of the
         forward pass, see `GraphShape`.
 
         If a step in flight verifies tokens of a request, the host knows only upper bounds. An extension corrects them
@@ -109,7 +110,7 @@ class InputPreparer:
             shortcut.keep(schedule, inputs, prefixes, variant)
         return inputs
 
-    def batch(self, schedule: SchedulerOutput, prefixes: Sequence[int], variant: int) -> InputBatchCPU:
+    def batch(self, schedule: SchedulerOutput, prefixes: StepPrefixes | None, variant: int) -> InputBatchCPU:
         """Gather a step on the host, without shortcuts."""
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts

@@ -145,7 +145,7 @@ class SharingEngine(Engine):
             return super()._launch(schedule)
 
     def _graph_shape(
-        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: bool, variant: int
+        self, graphs: GraphRunner, schedule: SchedulerOutput, *, cascade: int, variant: int
     ) -> GraphShape | None:
         own = super()._graph_shape(graphs, schedule, cascade=cascade, variant=variant)
         return self._meet(schedule.num_tokens, own)
@@ -171,7 +171,9 @@ class SharingEngine(Engine):
         past = self.rows.max_model_len if shape.cascade else None
         lens = [shape.query_len or shape.num_tokens // requests] * requests
         lens[-1] += shape.num_tokens - sum(lens)
-        prefixes = self.cascade.longest(np.asarray(lens), self.rows.max_model_len) if shape.cascade else ()
+        prefixes = None
+        if shape.cascade and self.cascade is not None:
+            prefixes = self.cascade.longest(np.asarray(lens), self.rows.max_model_len, shape.cascade)
         return made_up_inputs(
             self.gatherer,
             lens,

@@ -1,4 +1,4 @@
-"""Descriptor of the extension `cascade`: a prefix that all requests of a step share is attended to once."""
+"""Descriptor of the extension `cascade`: prefixes that requests of a step share are attended to once."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ descriptor = Descriptor(
     name="cascade",
     capabilities=ExtensionCapabilities(order=90),
     factory="slotline.plugins.cascade.extension:CascadeExtension",
-    summary="finds the prefix that all requests of a step share, for backends that attend to it once",
+    summary="finds the prefixes that requests of a step share, for backends that attend to them once",
 )

@@ -78,6 +78,7 @@ def cut(batch: AttentionBatch, piece: slice) -> AttentionBatch:
         num_decodes=int(np.append(counts != 1, True).argmax()),
         common_prefix_len=0,
         common_prefix=None,
+        prefix_groups=None,
     )
 
 

@@ -71,6 +71,7 @@ def with_keys_ahead(inputs: ModelInputs, features: Sequence[tuple[int, Feature]]
             keys_ahead_cpu=ahead,
             common_prefix_len=0,
             common_prefix=None,
+            prefix_groups=None,
         )
         for batch in inputs.batches
     )

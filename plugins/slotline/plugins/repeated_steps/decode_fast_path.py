@@ -7,7 +7,6 @@ inputs that it holds in place, so that graphs find them at the same addresses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -24,6 +23,7 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_table import DeviceTables
 from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.registry.contracts import DecodeBatch, Device
+from slotline.registry.contracts.prefix_groups import StepPrefixes
 
 Int = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class _Last:
     """A step whose inputs the device holds, until the step of the next `number` is assembled."""
 
     inputs: ModelInputs
-    prefixes: Sequence[int]
+    prefixes: StepPrefixes | None
     variant: int
     number: int
 
@@ -65,7 +65,7 @@ class DecodeFastPath:
         self._launches: list[Any] = []  # of the steps since the last one that was kept
         self._last: _Last | None = None
 
-    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: Sequence[int], variant: int) -> None:
+    def keep(self, schedule: SchedulerOutput, inputs: ModelInputs, prefixes: StepPrefixes | None, variant: int) -> None:
         """Note that the device holds the inputs of a step that was just gathered.
 
         Inputs that were kept before are gone.
@@ -83,15 +83,13 @@ class DecodeFastPath:
         self._last = None
 
     def next(
-        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], variant: int
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: StepPrefixes | None, variant: int
     ) -> ModelInputs | None:
         """Return the inputs of a step that repeats the last kept one. For any other step return None and do nothing."""
         last = self._last
         if last is None or not schedule.same_batch or last.number != self._assembler.num_assembled:
             return None
-        if (shape, variant) != (last.inputs.shape, last.variant):
-            return None
-        if tuple(prefixes) != tuple(last.prefixes):
+        if (shape, variant) != (last.inputs.shape, last.variant) or prefixes is not last.prefixes:
             return None
         self._wait()
         inputs = self._advance(last.inputs)

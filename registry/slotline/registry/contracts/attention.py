@@ -94,12 +94,14 @@ If `cascade` is declared:
   backend whose cascade cannot be captured declares ``Limit(when="cascade", capability="graphs",
   offer=Level(GraphSupport.NEVER))``.
 * A padded request has a length of 0, below the common prefix, and only null blocks.
+* If `cascade_prefixes` says so, prefixes of groups of requests may be served apart as well, see
+  `slotline.registry.contracts.prefix_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from attrs import define, field, frozen
 
@@ -113,6 +115,7 @@ if TYPE_CHECKING:
     import torch
 
     from slotline.registry.contracts.block_events import BlockEvents
+    from slotline.registry.contracts.prefix_groups import PrefixGroups
 
 
 INDEX_INPUTS = ("index_query", "index_key", "index_weight")
@@ -165,6 +168,8 @@ class AttentionCapabilities:
         mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
             together). `head_sizes` and `different_value_head` do not apply then.
         cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
+        cascade_prefixes: prefixes that it serves so: ``one`` of all requests of a batch, or also those of ``groups`` of
+            requests, or of groups at several ``levels`` (see `slotline.registry.contracts.prefix_groups`).
         kv_scales: support for the scales of eight-bit caches.
         cache_formats: formats of caches that it reads and writes (see `slotline.registry.contracts.cache_tensors`). For
             a format other than ``plain``, `write` and `forward` get `CacheTensors` as their cache.
@@ -223,6 +228,7 @@ class AttentionCapabilities:
     mla: Flag = Flag(Support.NOT_IMPLEMENTED)
     latent_sizes: Range = Range()
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
+    cascade_prefixes: Literal["one", "groups", "levels"] = "one"
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     layer_inputs: Set[str] = Set(())
     cache_formats: Set[str] = Set((PLAIN,))
@@ -419,6 +425,8 @@ class AttentionBatch:
         causal: False for encoders and for layers that read an encoder's output.
         common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be read
             once for all requests. 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
+        prefix_groups: prefixes that groups of requests share and that are to be read once for each group, only for
+            backends that declare them in `cascade_prefixes`. None for none.
         tree: the tree of drafts, None if there is none.
         keys_ahead: [num_tokens] int32, how many keys after its own position a query token sees. None for none, and in
             every batch without layers of that flag. `keys_ahead_cpu` is the same on the host.
@@ -439,6 +447,7 @@ class AttentionBatch:
     causal: bool = True
     common_prefix_len: int = 0
     common_prefix: torch.Tensor | None = None
+    prefix_groups: PrefixGroups | None = None
     tree: TreeMask | None = None
     keys_ahead: torch.Tensor | None = None
     keys_ahead_cpu: npt.NDArray[np.int32] | None = None
