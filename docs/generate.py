@@ -37,6 +37,7 @@ GUIDES = {  # the page that explains a slot at length
     "weight_format": ("Quantization", "../quantization.md"),
 }
 PARTS_OF = {
+    "attention_edges": "attention",
     "block_events": "extension",
     "cache_tensors": "kv_spec",
     "family_example": "model_family",

@@ -18,6 +18,7 @@ from slotline.core.batch.attend import Attend
 from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.torch_device import TorchDevice, compiler_of
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
+from slotline.kernels.attention_edges import new_output
 from slotline.kernels.graph_capture_state import alias_without_ownership, as_if_run
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.contracts.device import Device, Graph, MissingKernels
@@ -96,8 +97,9 @@ def breaking(
         written: bool = False,
         **more: Any,
     ) -> torch.Tensor:
-        make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
-        out = make((query.shape[0], layer.num_heads, layer.head_size_v))
+        out = new_output(layer, query, **more)
+        if zeroed and layer.index not in broken:
+            out.zero_()
         if layer.index in broken:
             q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
             own: Any = {name: {n: alias_without_ownership(t) for n, t in part.items()} for name, part in more.items()}

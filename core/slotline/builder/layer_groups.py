@@ -161,6 +161,7 @@ class LayerGroupBuilder:
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,
             any_captured=not sharded and _captured_always(descriptor.capabilities),
+            edges=() if sharded else group.edges,
             plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
             plugin=self.planned.registry.full_name(descriptor),
         )

@@ -15,6 +15,7 @@ from slotline.core.model_runner.attention_dispatcher import (
     DispatchedAttention,
     StepPlans,
 )
+from slotline.kernels.attention_edges import new_output
 from slotline.kernels.graph_capture_state import is_captured
 from slotline.registry.contracts import AttentionBatch, AttentionLayer, CacheSlots
 from slotline.registry.output_checks import OutputChecks, ShownBatch
@@ -55,6 +56,10 @@ class ServedAttention(DispatchedAttention):
         Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
         """
         return None if layer.index in self.broken else self.router.slots(layer, key)
+
+    def edges(self) -> dict[int, tuple[str, ...]]:
+        """See `slotline.registry.contracts.model_family.StoringAttend.edges`. Layers of broken graphs are left out."""
+        return {index: names for index, names in super().edges().items() if index not in self.broken}
 
 
 class CheckedDispatcher(AttentionDispatcher):
@@ -127,7 +132,9 @@ class CheckedDispatcher(AttentionDispatcher):
         batch = self.step.batches[group.batch]
         if self.step.wanted is not None and group.fast_prefill:
             batch = self.step.wanted.batch(batch)
-        out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
+        out = new_output(layer, query, **more)
+        if out.is_floating_point():
+            out.fill_(torch.nan)
         shown = ShownBatch.of(batch)
         returned = self.serve(layer, query, key, value, sinks, out, written, **more)
         shown.check(group.plugin, "forward")

@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.planner.async_scheduling import choose_async, overlap_drafts
+from slotline.planner.attention_edges import with_edges
 from slotline.planner.block_events import hears_blocks
 from slotline.planner.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.planner.compilation import capture_refusal, choose_compilation
@@ -458,6 +459,7 @@ def _negotiated(
     offers = offers_of((*attention, *specs, *states))
     refuse_single_plans(loaded, plan, offers)
     plan = with_workspaces(plan, offers, loaded, max_model_len)
+    plan = with_edges(plan, offers, config, request.needs, sharded=shards.divided)
     plan = with_shards(plan, loaded, shards)
     builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
     plan = plan_pool(plan, request, builder)

@@ -7,6 +7,7 @@ from itertools import product
 from slotline.backends.keys_ahead import TREES
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
+from slotline.registry.contracts.attention_edges import EDGES
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, LATENT_INDEX, PLAIN
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -38,6 +39,7 @@ descriptor = Descriptor(
         cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
         index_topk=Flag(True),
         layer_inputs=Set(INDEX_INPUTS),
+        edges=Set(EDGES),
         scores=Flag(True, "a matrix product in float32, beside the kernels"),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         limits=(

@@ -8,6 +8,7 @@ beyond a request's length is ever read, so garbage there cannot leak.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, islice, pairwise
 from typing import NamedTuple
 
@@ -18,9 +19,12 @@ import torch
 from slotline.backends import cache_codes
 from slotline.backends.alibi import position_bias_of, slopes_of
 from slotline.backends.cache_codes import raw as _raw
+from slotline.backends.torch_sdpa.expansion import attend_expanded
 from slotline.backends.torch_sdpa.index import picked
 from slotline.backends.window_scores import window_scores
+from slotline.kernels.attention_edges import finished, turned
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
+from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.contracts.cache_tensors import CacheTensors
 from slotline.registry.contracts.prefix_groups import PrefixGroups
 
@@ -295,7 +299,47 @@ class TorchBackend:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
         inputs: Mapping[str, torch.Tensor] | None = None,
+        edges: AttentionEdges | None = None,
     ) -> torch.Tensor:
+        if edges is not None:
+            return self._at_edges(layer, (query, key, value), cache, plan, out, sinks, inputs, edges)
+        return self._forward(layer, (query, key, value), cache, plan, out, sinks, inputs)
+
+    def _at_edges(
+        self,
+        layer: AttentionLayer,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor] | None,
+        edges: AttentionEdges,
+    ) -> torch.Tensor:
+        """Compute attention and what the model left to it, and store the step's keys and values."""
+        query, key, value = states
+        if edges.expansion is None:
+            query, key = turned(query, key, edges)
+        self.write(layer, key, value, cache, plan, inputs)
+        ends = edges.gate is not None or edges.scales is not None
+        target = torch.empty_like(out, dtype=query.dtype) if ends else out
+        lse = self._forward(layer, (query, key, value), cache, plan, target, sinks, inputs, edges.expansion)
+        if ends:
+            finished(target, edges, out)
+        return lse
+
+    def _forward(
+        self,
+        layer: AttentionLayer,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor] | None,
+        expansion: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query, key, value = states
         if self._plain_texts:
             return _attend_texts(layer, (query, key, value), plan.texts, out)
         if plan.packed is not None:
@@ -307,16 +351,15 @@ class TorchBackend:
         query = cache_codes.rotate(query) if rotates else query
         target = torch.zeros_like(out, dtype=torch.float32) if plan.prefix or rotates else out
         masks = self._masks(layer, cache, plan, inputs)
+        attend = _attend if expansion is None else partial(attend_expanded, expansion, _attend)
         for group, mask in zip(plan.groups, masks, strict=True):
-            keys, values = (
-                (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
-            )
-            result, group_lse = _attend(layer, query[group.tokens], keys, values, mask, self._bias(group), sinks)
+            own = (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
+            result, group_lse = attend(layer, query[group.tokens], *own, mask, self._bias(group), sinks)
             target[group.tokens] = result.to(target.dtype)
             lse[:, group.tokens] = group_lse
         for group in plan.prefix:
             keys, values = self._read(layer, cache, group)
-            shared = _attend(
+            shared = attend(
                 layer, query[group.tokens], keys, values, group.mask[_reach(layer)], self._bias(group), None
             )
             _join(target, lse, group.tokens, *shared)

@@ -10,6 +10,7 @@ from attrs import define, evolve
 
 from slotline.core.batch.attend import Attend
 from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
+from slotline.kernels.attention_edges import new_output
 from slotline.kernels.device_scope import device_scope
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots
 from slotline.registry.errors import ModelError
@@ -34,6 +35,7 @@ class AttentionGroup:
         last_queries: whether a layer may get only the queries of the wanted tokens, with all keys and values.
         any_captured: whether the attention of any step may be inside a graph, independent of the plan.
         plan_once: whether the plan made at a capture serves every replay, common prefixes aside.
+        edges: computations at the edges of attention that the backend takes over.
     """
 
     name: str
@@ -50,6 +52,7 @@ class AttentionGroup:
     last_queries: bool = False
     any_captured: bool = False
     plan_once: bool = False
+    edges: tuple[str, ...] = ()
     plugin: str = ""
 
 
@@ -83,13 +86,13 @@ class DispatchedAttention:
         *,
         written: bool = False,
         wanted: bool = False,
-        **more: Any,  # `inputs`, for layers that have some
+        **more: Any,  # `inputs` for layers that have some, and `edges`
     ) -> torch.Tensor:
         """Compute the attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
         router = self.router
         if wanted:
             return router.attend_wanted(layer, query, key, value, sinks, written)
-        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        out = new_output(layer, query, **more)
         write, forward, cache, position = router.routes[layer.index]  # as `serve`, without a call for each layer
         plan = router.step.plans[position]
         if write is not None and not written:
@@ -100,6 +103,10 @@ class DispatchedAttention:
     def takes_wanted(self, layer: AttentionLayer) -> bool:
         """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
         return self.router.takes_wanted(layer)
+
+    def edges(self) -> dict[int, tuple[str, ...]]:
+        """See `slotline.registry.contracts.model_family.StoringAttend.edges`."""
+        return self.router.edges
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`."""
@@ -124,6 +131,7 @@ class AttentionDispatcher:
     ) -> None:
         self.groups = tuple(groups)
         self.fast_prefill = any(group.fast_prefill for group in groups)
+        self.edges = {layer.index: group.edges for group in groups for layer in group.layers if group.edges}
         self.step = StepPlans([], ())
         self._one_device = len({group.device for group in groups}) < 2
         self.routes = {

@@ -10,7 +10,7 @@ sequences, which would cost a device synchronisation in every forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from slotline.plugins.model_families import latents
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
+from slotline.registry.contracts.attention_edges import EXPANSION, AttentionEdges
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
 
@@ -51,12 +52,14 @@ class AttendHolder:
 
     Attributes:
         kept: [n] int64, the tokens that pass the layers that store nothing. None for all.
+        edges: what backends take over at the edges of attention, by layer index.
     """
 
-    __slots__ = ("advance", "attend", "kept", "shared")
+    __slots__ = ("advance", "attend", "edges", "kept", "shared")
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None
+        self.edges: Mapping[int, Collection[str]] = {}
         self.attend: Attend = no_attend
         self.advance: Advance = no_attend
         self.shared: list[SharedSlot] = []
@@ -68,6 +71,7 @@ class AttendHolder:
     def restore(self, state: tuple[Any, ...]) -> None:
         """Go on with the forward pass of a `state`."""
         self.attend, self.advance, self.kept, calls = state
+        self.edges = _edges_of(self.attend)
         for slot, number in zip(self.shared, calls, strict=True):
             slot.num_calls = number
 
@@ -77,13 +81,20 @@ class AttendHolder:
     ) -> Iterator[None]:
         """Let the model's layers reach these while the block runs."""
         self.attend, self.advance, self.kept = attend, advance or no_attend, kept
+        self.edges = _edges_of(attend)
         for slot in self.shared:
             slot.num_calls = 0
         try:
             yield
         finally:
             self.attend = self.advance = no_attend
-            self.kept = None
+            self.kept, self.edges = None, {}
+
+
+def _edges_of(attend: Any) -> Mapping[int, Collection[str]]:
+    """Return what backends take over in a step, by layer index."""
+    asked = getattr(attend, "edges", None)  # of a `StoringAttend`
+    return {} if asked is None else asked()
 
 
 @define(eq=False)
@@ -109,6 +120,10 @@ class AttentionSlot:
         """Return True if `attend` accepts the layer's queries of only the wanted tokens in this step."""
         takes = getattr(self.holder.attend, "takes_wanted", None)  # of a `StoringAttend`
         return takes is not None and self.is_plain() and takes(self.layer)
+
+    def edges(self) -> Collection[str]:
+        """Return what the layer's backend takes over at the edges of attention in this step, by name."""
+        return self.holder.edges.get(self.layer.index, ())
 
     def is_plain(self) -> bool:
         """Return True if `attend` accepts the module's states unchanged in this step."""
@@ -150,6 +165,10 @@ class SharedSlot(AttentionSlot):
     def slots(self, key: torch.Tensor) -> CacheSlots | None:
         """Return None, because nothing is stored early."""
         return None
+
+    def edges(self) -> Collection[str]:
+        """Return nothing, because the layer of the next call is not known before."""
+        return ()
 
     def takes_wanted(self) -> bool:
         """Return False, because the layer of the next call is not known before."""
@@ -193,6 +212,9 @@ def slot_attention(
     attend = slot.attend
     if slot.layer.inputs and indices is not None:
         attend = partial(attend, inputs={name: states[0] for name, states in indices.items()})
+    if slot.layer.mla and EXPANSION in slot.edges():
+        edges = AttentionEdges(expansion=latents.expansion_of(module))
+        return attended(module, (query, key, value), s_aux, partial(attend, written=True, edges=edges), mla=False)
     return attended(module, (query, key, value), s_aux, attend, mla=slot.layer.mla)
 
 

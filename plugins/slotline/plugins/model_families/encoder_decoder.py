@@ -189,6 +189,8 @@ def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
     with torch.no_grad():
         decoder(input_ids=tokens, position_ids=tokens, encoder_hidden_states=states, use_cache=False)
     return tuple(
-        evolve(layer, attention_type="cross", kv_kind="cross") if layer.name.endswith(CROSS_ATTENTION) else layer
+        evolve(layer, attention_type="cross", kv_kind="cross", edges=())
+        if layer.name.endswith(CROSS_ATTENTION)
+        else layer
         for layer in recorder.layers
     )

@@ -181,4 +181,6 @@ def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")
     with torch.no_grad():
         model.base_model(input_ids=tokens, position_ids=tokens)
-    return tuple(evolve(layer, attention_type="encoder_only", kv_kind="encoder_only") for layer in recorder.layers)
+    return tuple(
+        evolve(layer, attention_type="encoder_only", kv_kind="encoder_only", edges=()) for layer in recorder.layers
+    )

@@ -15,6 +15,7 @@ from attrs import asdict, define, evolve, field, frozen
 from slotline.plugins.model_families import (
     binding,
     checkpoint,
+    edges,
     kv_scales,
     latents,
     own_attention,
@@ -107,6 +108,7 @@ class Recorder:
                 index_topk=picks,
                 index_from=picker,
                 inputs=sparse_index.inputs_of(module, handed),
+                edges=() if owner is not None else edges.edges_of(module, query, value, mla=mla),
             )
         )
 

@@ -50,18 +50,18 @@ def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
         query: [num_tokens, num_heads, size without positions + rotary size].
     """
     plain = module.qk_nope_head_dim
-    weight = _expansion(module)[:, :plain]  # [num_heads, plain, rank]
+    weight = expansion_of(module)[:, :plain]  # [num_heads, plain, rank]
     moved = torch.bmm(query[..., :plain].transpose(0, 1), weight).transpose(0, 1)
     return torch.cat((moved, query[..., plain:]), dim=-1)
 
 
 def expanded(module: Any, out: torch.Tensor) -> torch.Tensor:
     """Return outputs [num_tokens, num_heads, v_head_dim] of weighted sums of latents [num_tokens, num_heads, rank]."""
-    weight = _expansion(module)[:, module.qk_nope_head_dim :]  # [num_heads, v_head_dim, rank]
+    weight = expansion_of(module)[:, module.qk_nope_head_dim :]  # [num_heads, v_head_dim, rank]
     return torch.bmm(out.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
-def _expansion(module: Any) -> torch.Tensor:
+def expansion_of(module: Any) -> torch.Tensor:
     """View the projection's own weight as [num_heads, size without positions + v_head_dim, rank]."""
     weight: torch.Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])

@@ -16,6 +16,7 @@ from slotline.registry.contracts.attention import (
     ScoringBackend,
     TreeMask,
 )
+from slotline.registry.contracts.attention_edges import AttentionEdges, HeadNorm
 from slotline.registry.contracts.block_events import BlockEvents
 from slotline.registry.contracts.cache_tensors import (
     FORMAT_DTYPES,
@@ -218,6 +219,7 @@ __all__ = [
     "AttentionBatch",
     "AttentionCapabilities",
     "AttentionContext",
+    "AttentionEdges",
     "AttentionLayer",
     "BlockAttention",
     "BlockCopy",
@@ -275,6 +277,7 @@ __all__ = [
     "GrammarState",
     "Graph",
     "GraphCapture",
+    "HeadNorm",
     "KVCache",
     "KVCompressor",
     "KVCompressorContext",

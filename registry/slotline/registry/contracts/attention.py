@@ -174,6 +174,8 @@ class AttentionCapabilities:
         cache_formats: formats of caches that it reads and writes (see `slotline.registry.contracts.cache_tensors`). For
             a format other than ``plain``, `write` and `forward` get `CacheTensors` as their cache.
         layer_inputs: names of inputs beside query, key and value that it reads. A layer with others is refused.
+        edges: computations at the edges of attention that it takes over from the model, by their names in
+            `slotline.registry.contracts.attention_edges`. A model computes the others itself.
         block_events: it hears of blocks that change hands, since it keeps something for each block. The backend is a
             `BlockListener` then.
         scores: it tells how much the last tokens of a request attend to each key. The backend is a `ScoringBackend`
@@ -231,6 +233,7 @@ class AttentionCapabilities:
     cascade_prefixes: Literal["one", "groups", "levels"] = "one"
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     layer_inputs: Set[str] = Set(())
+    edges: Set[str] = Set(())
     cache_formats: Set[str] = Set((PLAIN,))
     block_events: bool = False
     scores: Flag = Flag(Support.NOT_IMPLEMENTED)
@@ -281,6 +284,9 @@ class AttentionLayer:
         index_from: index of the earlier layer whose picks it uses, None for its own.
         inputs: what the model hands over beside query, key and value. If there are any, `write` and `forward` get one
             more argument by name, ``inputs``: a mapping from their names to tensors [num_tokens, *shape].
+        edges: computations at its edges that the model can leave to a backend, by their names in
+            `slotline.registry.contracts.attention_edges`. Only layers of type ``decoder`` with a cache of their own
+            have some.
     """
 
     name: str
@@ -304,6 +310,7 @@ class AttentionLayer:
     index_topk: int | None = None
     index_from: int | None = None
     inputs: tuple[LayerInput, ...] = ()
+    edges: tuple[str, ...] = field(default=(), repr=False)
 
 
 class KVCache(NamedTuple):
@@ -460,6 +467,7 @@ class AttentionBackend(Protocol):
     In a cache format other than ``plain``, the cache that `write` and `forward` get is `CacheTensors`.
 
     For layers with `AttentionLayer.inputs`, and for no others, `write` and `forward` are called with ``inputs=`` too.
+    If `edges` are declared, `forward` may be called with ``edges=`` (see `attention_edges`), and then without `write`.
     """
 
     def plan(self, batch: AttentionBatch) -> Any:

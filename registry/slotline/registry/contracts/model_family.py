@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
+from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.contracts.communicator import Communicator
 from slotline.registry.contracts.pooling import Pooler
 from slotline.registry.contracts.state import StateLayer
@@ -60,6 +61,14 @@ class StoringAttend(Protocol):
         """
         ...
 
+    def edges(self) -> Mapping[int, Collection[str]]:
+        """Return, by layer index, the computations at its edges that a layer's backend takes over in this step.
+
+        Layers without some may be missing, and a callable without this method takes none. See
+        `slotline.registry.contracts.attention_edges`.
+        """
+        ...
+
     def __call__(
         self,
         layer: AttentionLayer,
@@ -71,10 +80,12 @@ class StoringAttend(Protocol):
         written: bool = False,
         wanted: bool = False,
         inputs: Mapping[str, torch.Tensor] = ...,
+        edges: AttentionEdges = ...,
     ) -> torch.Tensor:
         """Compute attention like `attend` in `Model.forward`.
 
-        `inputs` are those of `AttentionLayer.inputs`, by name. They are passed for layers that have some.
+        `inputs` are those of `AttentionLayer.inputs`, by name. They are passed for layers that have some. `edges` are
+        what the layer's backend computes beside, for a call with ``written=True`` and without `wanted`.
         """
         ...
 

@@ -325,6 +325,14 @@ _ALL = (
         "Choose a backend that declares `index_topk`, or set `scheduler.max_model_len` to what the index picks.",
     ),
     _code(
+        "N186",
+        _N,
+        "edge of attention",
+        "The model can leave a computation at the edges of attention to its backend, such as the rotation of queries "
+        "and keys, and computes it itself.",
+        "Nothing: texts are the same. The reason names the backend that does not take it over, or the setting.",
+    ),
+    _code(
         "N189",
         _R,
         "attention scores",

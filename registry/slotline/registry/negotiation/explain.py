@@ -172,6 +172,10 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     if group.workspace:
         size = f"{group.workspace:,} bytes beside the cache, taken before the pool is sized"
         lines += row("workspace", size, width, indent=2)
+    if group.edges:
+        lines += row("edges", f"{', '.join(group.edges)}: left to the backend", width, indent=2)
+    for reason in group.kept_edges:
+        lines += row("edges", f"{reason.code} {reason.text}", width, indent=2)
     if group.approximate:
         lines += row("approximate", group.approximate, width, indent=2)
     if group.kv_scales:

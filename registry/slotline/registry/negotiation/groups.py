@@ -9,7 +9,7 @@ from attrs import frozen
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.contracts.state import StateLayer
-from slotline.registry.negotiation.reasons import Rejection, source_of
+from slotline.registry.negotiation.reasons import Reason, Rejection, source_of
 
 CAPTURED = "captured"
 EAGER = "eager"
@@ -126,6 +126,8 @@ class GroupPlan:
         cache_format: format of the layers' caches.
         approximate: how the backend approximates, "" for exact attention.
         workspace: bytes that the backend declares beside the caches.
+        edges: computations at the edges of attention that the model may leave to the backend.
+        kept_edges: the reasons why the model keeps others.
         fast_prefill: True if the layers, which all read other layers' caches, run only for the tokens whose logits are
             wanted, in steps without a graph.
         last_queries: True if the model may skip the queries of the other tokens in the last layer, in steps without a
@@ -157,6 +159,8 @@ class GroupPlan:
     cache_format: str = PLAIN
     approximate: str = ""
     workspace: int = 0
+    edges: tuple[str, ...] = ()
+    kept_edges: tuple[Reason, ...] = ()
     fast_prefill: bool = False
     last_queries: bool = False
     reason: str = ""
@@ -190,13 +194,16 @@ class GroupPlan:
             **({"cache_format": self.cache_format} if self.cache_format != PLAIN else {}),
             **({"approximate": self.approximate} if self.approximate else {}),
             **({"workspace": self.workspace} if self.workspace else {}),
+            **({"edges": list(self.edges)} if self.edges else {}),
             **({"fast_prefill": True} if self.fast_prefill else {}),
             **({"last_queries": True} if self.last_queries else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON types."""
-        refused = {"cascade_refusal": self.cascade_refusal} if self.cascade_refusal else {}
+        refused: dict[str, Any] = {"cascade_refusal": self.cascade_refusal} if self.cascade_refusal else {}
+        if self.kept_edges:
+            refused["kept_edges"] = [reason.to_json() for reason in self.kept_edges]
         return {
             **self.decision(),
             **refused,

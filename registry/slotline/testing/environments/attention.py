@@ -555,7 +555,7 @@ def sliced(
     n, heads, size = query.shape
     wide = query.new_full((n, heads * size + 24), torch.nan)
     beside = wide[:, 16 : 16 + heads * size].unflatten(1, (heads, size))
-    by_head = key.new_full((key.shape[1] + 1, n + 3, size), torch.nan)[1:, 2 : 2 + n].transpose(0, 1)
+    by_head = key.new_full((key.shape[1] + 1, n + 3, key.shape[2]), torch.nan)[1:, 2 : 2 + n].transpose(0, 1)
     with_gaps = value.new_full((n, value.shape[1], value.shape[2] + 8), torch.nan)[..., : value.shape[2]]
     return beside.copy_(query), by_head.copy_(key), with_gaps.copy_(value)
 

@@ -25,6 +25,7 @@ from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 from slotline.registry.contracts.attention import CacheSlots
+from slotline.registry.contracts.attention_edges import NORM, ROTARY, AttentionEdges, HeadNorm
 from slotline.registry.loading import one_line
 
 SPLIT_ROWS = 1024
@@ -128,6 +129,12 @@ class LeanForward:
             qkv = self._split_product(merged, hidden_states, wanted)
         else:
             qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
+        edges = None if wanted is not None else self._edges(attend, cos, sin)
+        if edges is not None:
+            query, key, value = self._parts(qkv)
+            sinks = self._options.get("s_aux") if not others else (self._options | others).get("s_aux")
+            slot = module.slotline_slot
+            return slot.attend(query[0], key[0], value[0], sinks, written=True, edges=edges).flatten(1)[None], None
         slots = self._slots(attend, qkv)
         query, key, value = self._turned(qkv, cos.contiguous(), sin.contiguous(), slots)
         if wanted is not None:
@@ -179,6 +186,24 @@ class LeanForward:
         slots: CacheSlots | None = self._module.slotline_slot.slots(qkv)
         return slots if slots is not None and slots.slot_mapping.numel() == qkv.shape[:-1].numel() else None
 
+    def _edges(self, attend: Any, cos: torch.Tensor, sin: torch.Tensor) -> AttentionEdges | None:
+        """Return what the layer's backend norms and rotates in this step, None if it leaves that to the model."""
+        if attend is not slot_attention:
+            return None
+        slot, (query_norm, key_norm) = self._module.slotline_slot, self._norms()
+        taken = slot.edges()
+        if ROTARY not in taken or not slot.is_plain() or (query_norm is not None and NORM not in taken):
+            return None
+        if query_norm is not None and not self._fuses(query_norm, key_norm):
+            return None  # over all heads, or of another kind
+        norms = [
+            None if norm is None else HeadNorm(weight=norm.weight, eps=norm.eps, offset=norm.offset)
+            for norm in (query_norm, key_norm)
+        ]
+        return AttentionEdges(
+            query_norm=norms[0], key_norm=norms[1], cos=cos[0], sin=sin[0], rotary_size=self._heads.rotary_size
+        )
+
     def _one_kernel(self) -> bool:
         """Return True if queries and keys are rotated in one call, normed by head or not at all."""
         query_norm, key_norm = self._norms()
@@ -204,8 +229,14 @@ class LeanForward:
                 self._fused.rotate_and_store(
                     states, first, second, heads.query, heads.key, cos, sin, heads.rotary_size, slots
                 )
-            return states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
+            return self._parts(qkv)
         return self._turned_apart(qkv, query_norm, key_norm, cos, sin)
+
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """View qkv [.., .., all heads * size] as query, key and value [batch, num_tokens, heads, size]."""
+        heads, states = self._heads, qkv.view(*qkv.shape[:-1], -1, self._heads.size)
+        cut = heads.query + heads.key
+        return states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
 
     def _fuses(self, query_norm: Any, key_norm: Any) -> bool:
         """Return True if one kernel can norm and rotate each head."""

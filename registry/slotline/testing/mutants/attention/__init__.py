@@ -9,6 +9,7 @@ from slotline.testing.mutants.attention import (
     cascade,
     contract,
     correct,
+    edges,
     formats,
     indexed,
     latents,
@@ -43,6 +44,7 @@ MUTANTS = (
     *workspace.MUTANTS,
     *indexed.MUTANTS,
     *sizes.MUTANTS,
+    *edges.MUTANTS,
 )
 CORRECT = (
     *correct.CORRECT,
@@ -53,6 +55,7 @@ CORRECT = (
     *listening.CORRECT,
     *workspace.CORRECT,
     *indexed.CORRECT,
+    *edges.CORRECT,
 )
 
 __all__ = ["CORRECT", "MUTANTS"]

@@ -1,0 +1,83 @@
+"""Edges of attention that a backend takes over from the model: the same texts, and what the plan says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import plain_torch
+import pytest
+from engine_driver import GREEDY, random_prompts
+
+from slotline.core import LLM
+from slotline.registry.contracts.attention_edges import AttentionEdges
+from slotline.registry.negotiation.explain import explain_plan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+SMALL: dict[str, Any] = {"block_size": 4, "scheduler.max_batched_tokens": 24, "optimize": True}
+PLAIN: dict[str, Any] = {"backend": "plain_torch", "plugins": [f"{plain_torch.__file__}:descriptor"]}
+FAMILIES = {
+    "llama": ("rotary",),
+    "qwen3": ("norm", "rotary"),
+    "gemma3": ("norm", "rotary"),
+    "deepseek_v3": ("expansion",),
+}
+
+
+@contextmanager
+def calls_of(llm: LLM) -> Iterator[list[tuple[int, AttentionEdges | None]]]:
+    """Record the layer and the edges of each call of a backend's `forward`."""
+    router, seen = llm.engine.runner.router, list[tuple[int, AttentionEdges | None]]()
+    before = dict(router.routes)
+
+    def recording(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            seen.append((args[0].index, more.get("edges")))
+            return forward(*args, **more)
+
+        return call
+
+    for index, (write, forward, cache, position) in before.items():
+        router.routes[index] = write, recording(forward), cache, position
+    try:
+        yield seen
+    finally:
+        router.routes.update(before)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backend_that_takes_edges_gives_the_texts_of_one_that_does_not(
+    family: str, tiny: Callable[..., Path], engines: Callable[..., LLM], greedy: Callable[..., list[int]]
+) -> None:
+    path, names = tiny(family), FAMILIES[family]
+    fused, plain = engines(path, **SMALL), engines(path, **SMALL, **PLAIN)
+    with calls_of(fused) as taken, calls_of(plain) as kept:
+        texts = tokens(fused)
+        assert texts == tokens(plain) == [greedy(path, prompt, 20) for prompt in PROMPTS]
+    assert {edges for _, edges in kept} == {None}
+    last = max(index for index, _ in taken)
+    assert all(edges is not None for index, edges in taken if index != last)
+    for _, edges in taken:
+        if edges is None:  # the last layer, for wanted tokens alone
+            continue
+        given = {
+            "norm": edges.query_norm is not None and edges.key_norm is not None,
+            "rotary": edges.cos is not None,
+            "expansion": edges.expansion is not None,
+        }
+        assert tuple(name for name, is_given in given.items() if is_given) == names
+    assert {group.edges for group in fused.plan.groups} == {names}
+    assert f"{', '.join(names)}: left to the backend" in explain_plan(fused.plan, 300)
+    assert "N186" not in explain_plan(fused.plan, 300)
+    assert {group.edges for group in plain.plan.groups} == {()}
+    assert f"N186 {', '.join(names)}: computed by the model, since plain_torch does not take" in explain_plan(
+        plain.plan, 300
+    )
