@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_cases import Bench, cache_of, request
+from core_cases import Bench, request
 from engine_driver import GREEDY, random_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.kv_cache.block_hashes import extend_hashes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.registry.errors import CapacityError, IntegrityError
 
@@ -188,7 +189,7 @@ def test_the_pool_agrees_with_plain_counting(actions: list[tuple[str, int]]) -> 
 def chain(tokens: list[int], salt: str = "") -> list[bytes]:
     made = request("r", tokens)
     made.cache_salt = salt
-    return cache_of(4)._hashes(made, np.asarray(tokens, np.int32), len(tokens) // 4)
+    return extend_hashes(made, np.asarray(tokens, np.int32), len(tokens) // 4, 4)
 
 
 def test_a_block_hash_depends_on_everything_before_it_and_on_the_salt() -> None:

@@ -11,6 +11,7 @@ import pytest
 from engine_driver import GREEDY, add, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.kv_cache.block_hashes import extend_hashes
 from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.plugins.model_families.transformers_model import TransformersDecoder
 from slotline.registry.errors import ModelError
@@ -141,7 +142,7 @@ def test_a_prefix_whose_beginning_has_left_the_cache_is_still_a_hit_behind_the_w
     (prompt,) = random_prompts([40], seed=11)
     assert tokens_of(llm, [prompt]) == expected(greedy, path, [prompt])
     cache = llm.engine.scheduler.cache
-    hashes = cache._hashes(add(llm, "probe", prompt), np.asarray(prompt, np.int32), 9)
+    hashes = extend_hashes(add(llm, "probe", prompt), np.asarray(prompt, np.int32), 9, cache.hash_block_size)
     llm.engine.abort("probe")
     for block_hash in hashes[:6]:  # taken for something else
         cache.pool._forget(cache.pool.lookup(0, block_hash))  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ def _close(one: Any, other: Any) -> bool:
 def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
     from slotline.planner.state_specs import HeldStates
     from slotline.plugins.kv_specs.state_slots import ALIGNMENT, StateSlots
-    from slotline.plugins.states.dispatcher import allocate
+    from slotline.plugins.states.dispatcher import allocate_pages, bind_states
     from slotline.registry.contracts import StateLayer, StateSpecContext, StateTensorSpec
 
     tensors = (
@@ -152,7 +152,8 @@ def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
     )
     layer = StateLayer(name="mixer", index=0, state_kind="both", tensors=tensors, facts={})
     spec = StateSlots(StateSpecContext(contract=1, layers=(layer,), prefix_unit=16, max_model_len=64))
-    state = allocate([HeldStates("mamba", spec, (layer,))], 3, "cpu")[0]
+    held = [HeldStates("mamba", spec, (layer,))]
+    state = bind_states(held, allocate_pages(held, 3, "cpu"), 3)[0]
     assert spec.page_bytes(layer) == 2 * ALIGNMENT
     assert [tuple(tensor.shape) for tensor in state.values()] == [(3, 5, 3), (3, 2, 3, 4)]
     assert state["ssm"].stride() == (2 * ALIGNMENT // 4, 12, 4, 1)

@@ -79,14 +79,21 @@ def refuse_connector(
         for layer in group.layers:
             origin = f"model: {group.name} layers"
             needs[layer.kv_kind] = Need(capability="kv_kinds", value=layer.kv_kind, origin=origin)
-    for one in (descriptor, *inner_connectors(loaded, registry, descriptor)):
+    parts = (descriptor, *inner_connectors(loaded, registry, descriptor))
+    for one in parts:
         texts += texts_of(part_reasons(one.capabilities, tuple(needs.values())))
     if plan.state_groups:
         kinds = ", ".join(dict.fromkeys(layer.state_kind for group in plan.state_groups for layer in group.layers))
-        texts.append(
-            f"the model keeps states ({kinds}): they are no blocks, and one that was kept behind a block whose load "
-            "failed could not be told from a good one"
-        )
+        texts += [
+            f"the model keeps states ({kinds}), and {one.name!r} does not declare that it takes states"
+            for one in parts
+            if not one.capabilities.states.support
+        ]
+        if not descriptor.capabilities.asynchronous.support:
+            texts.append(
+                f"the model keeps states ({kinds}), and loads end in the step that reads them: a state that was kept "
+                "behind a block whose load failed could not be told from a good one"
+            )
     elif not plan.cache_groups:
         texts.append("the model has no cache")
     if not plan.prefix_caching and not plan.state_groups:

@@ -23,7 +23,7 @@ Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Ended = dict[int, tuple[str, str | int | None]]
 """Rows that end, each with its finish reason and the cause."""
-_NO_FIELD = frozenset({"bind_caches", "block_events", "give_back", "outside_steps"})
+_NO_FIELD = frozenset({"bind_caches", "block_events", "give_back", "limit_prefix_of", "outside_steps"})
 _NAMED = frozenset({"captured_inputs", "gather", "measured", "keep_states", "take_results"})
 """Methods whose results are kept under the extension's name."""
 _FIX = "tell the author of the plugin, or remove its table under [extensions]"
@@ -56,7 +56,7 @@ class Extensions:
     first_waiting: tuple[Callable[[Int], Request | None], ...] = ()
     before_schedule: tuple[Callable[[Int], Sequence[tuple[int, Exception]]], ...] = ()
     requeue: tuple[Callable[[], Sequence[Request]], ...] = ()
-    limit_prefix: tuple[Callable[[Sequence[BlockHash]], int], ...] = ()
+    limit_prefix: tuple[Callable[[Request, Sequence[BlockHash]], int], ...] = ()  # and `limit_prefix_of`
     begin_request: tuple[Callable[[Request, int], None], ...] = ()
     limit_prompt: tuple[Callable[[Request, int, int], int | None], ...] = ()
     trim_tokens: tuple[Callable[[Int, Int], Int], ...] = ()
@@ -144,6 +144,7 @@ class Extensions:
         methods = {
             method: bound(method) for method in (*METHODS, *FEATURE_METHODS, *SPEC_METHODS) if method not in _NO_FIELD
         }
+        methods["limit_prefix"] += bound("limit_prefix_of")
         methods |= {method: named(method) for method in _NAMED}
         methods |= {"enter": paired("enter", "leave"), "acquire": paired("acquire", "give_back")}
         for last_first in ("limit_tokens", "limit_prompt"):
@@ -216,6 +217,7 @@ def _instance(name: str, wanted: type) -> Callable[[Callable[[Any], Any], str], 
 
 
 _CHECKED: Mapping[str, Callable[[Any, str], Any]] = {
+    "limit_prefix": lambda limit, _: lambda _request, hashes: limit(hashes),
     "limit_tokens": _limits,
     "process_logits": _logits,
     "before_step": _instance("before_step", SchedulerOutput),

@@ -98,10 +98,10 @@ class KVCacheManager:
             return 0, [[] for _ in self.groups]
         self._remember_full(np.flatnonzero(self._full > self._findable))
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
-        hashes = self._hashes(request, token_ids, length // self.hash_block_size)
+        hashes = extend_hashes(request, token_ids, length // self.hash_block_size, self.hash_block_size)
         while True:  # a group may read other blocks for a shorter prefix: repeat until all agree
             for limit in self.extensions.limit_prefix:
-                length = limit(self._units(hashes, length)) * self.prefix_unit
+                length = limit(request, self._units(hashes, length)) * self.prefix_unit
             hits = [self._hit(request, group, hashes, length) for group in self.groups]
             agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
             if agreed == length:
@@ -254,10 +254,6 @@ class KVCacheManager:
         step = self.prefix_unit // self.hash_block_size
         return hashes[step - 1 : length // self.hash_block_size : step]
 
-    def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
-        """Extend the request's chain of block hashes to `count` pieces and return it."""
-        return extend_hashes(request, token_ids, count, self.hash_block_size)
-
     def _remember_full(self, which: Int) -> None:
         """Make the full blocks of the rows `which` [n] findable."""
         if len(which) == 0 or self._rows is None:
@@ -269,7 +265,7 @@ class KVCacheManager:
 
     def _remember(self, rows: RequestTable, row: int, first: int, last: int) -> None:
         """Make the row's blocks that the pieces `first` .. `last` - 1 fill findable."""
-        hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
+        hashes = extend_hashes(rows.request(row), rows.token_ids[row], last, self.hash_block_size)
         for group in self.groups:
             step = group.block_size // self.hash_block_size
             blocks = group.blocks[row][first // step : last // step]

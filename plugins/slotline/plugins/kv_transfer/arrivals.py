@@ -17,7 +17,9 @@ from slotline.builder.parts import Parts
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_hashes import hash_sizes
+from slotline.plugins.kv_transfer.connector import kept_states
 from slotline.plugins.kv_transfer.extension import KVTransfer
+from slotline.plugins.kv_transfer.state_blocks import StateBlocks
 from slotline.plugins.kv_transfer.transfers import AsyncTransfers
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
 
@@ -41,12 +43,17 @@ class AsyncKVTransfer(KVTransfer):
 
     def __init__(self, context: ExtensionContext) -> None:
         super().__init__(context)
-        self._hash_size = hash_sizes(self._groups, 1)[0]
+        planned = context.parts.planned
+        self._hash_size = hash_sizes(self._groups, planned.plan.block_size)[0]
+        self._states: StateBlocks | None = None
+        if kept_states(context.parts) is not None:
+            checkpoints, number = context.parts.named["states"].checkpoints, len(planned.own_plan.cache_groups)
+            self._states = StateBlocks(checkpoints, self.transfers, self._find_states, number, self._pool.num_blocks)
         self._asked: Request | None = None  # whose prefix was looked up last
         self._found: set[tuple[int, BlockHash]] = set()  # for it
         self._waiting: dict[int, set[int]] = {}  # by row, the blocks that are still to come
         self._lost: dict[int, int] = {}  # by row, the good tokens before a block whose load has failed
-        self._max_loads = context.parts.planned.loaded.config.kv_connector.max_loads
+        self._max_loads = planned.loaded.config.kv_connector.max_loads
         self._under_way = 0  # launched steps whose results are not used yet
 
     def find_blocks(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
@@ -78,8 +85,9 @@ class AsyncKVTransfer(KVTransfer):
             if coming
             else ()
         )
-        if own:
-            self._waiting[request.row] = set(own)
+        state = None if self._states is None else self._states.awaited(request.row)
+        if own or state is not None:
+            self._waiting[request.row] = {*own, *(() if state is None else (state,))}
 
     def limit_tokens(self, rows: Int, counts: Int) -> Int:
         """Leave requests that wait without tokens."""
@@ -117,7 +125,8 @@ class AsyncKVTransfer(KVTransfer):
 
     def held_blocks(self) -> Collection[int]:
         """Return the blocks that the connector may still write."""
-        return self.transfers.reserved
+        reserved = self.transfers.reserved
+        return reserved if self._states is None else [one for one in reserved if one < self._pool.num_blocks]
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Wait for all loads and forget them."""
@@ -125,6 +134,8 @@ class AsyncKVTransfer(KVTransfer):
         self._lost.clear()
         self._under_way = 0
         super().restore(requests)
+        if self._states is not None:
+            self._states.give_up()
 
     def forget_prefixes(self) -> None:
         """Wait for all loads, and forget all blocks, here and in the connector."""
@@ -132,8 +143,18 @@ class AsyncKVTransfer(KVTransfer):
         self._settle()
         super().forget_prefixes()
 
+    def _find_states(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+        """Return those of `hashes` whose state can be loaded for a request, none if as much as may be is under way."""
+        found = self._found if request is self._asked else ()
+        if self.transfers.is_late or len(self.transfers.coming) + len(found) >= self._max_loads:
+            return ()
+        return super().find_blocks(request, group, hashes)
+
     def _must_wait(self, request: Request, computed: int) -> bool:
         """Return whether blocks of the first `computed` tokens are still to come, or may be to be loaded."""
+        at = computed // self._hash_size
+        if at and self._states is not None and self._states.is_coming(request.block_hashes[at - 1]):
+            return True
         coming, found = self.transfers.coming, self._found if request is self._asked else set[tuple[int, BlockHash]]()
         if not coming and not found:
             return False
@@ -152,7 +173,11 @@ class AsyncKVTransfer(KVTransfer):
         ended = self.transfers.poll()
         self._pool.drop([*ended.lost, *ended.late])
         self._lost |= self._tokens_before({one.block for one in (*ended.lost, *ended.late)})
-        self._pool.release([one.block for one in (*ended.done, *ended.free)])
+        over = [*ended.done, *ended.free]
+        if self._states is not None:
+            self._lost |= dict.fromkeys(self._states.drop([*ended.lost, *ended.late]), 0)
+            self._states.ended(over)
+        self._pool.release([one.block for one in over if one.block < self._pool.num_blocks])
         blocks = [one.block for one in (*ended.done, *ended.late)]
         for row, left in list(self._waiting.items()) if blocks else ():
             left.difference_update(blocks)

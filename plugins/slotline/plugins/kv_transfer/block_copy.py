@@ -117,6 +117,7 @@ class CacheBlockCopy:
     Args:
         groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
         copies: makes a queue of copies of a device.
+        first: number of the first block of each group. Empty for 0.
 
     Attributes:
         block_bytes: bytes of one block over all layers, by group.
@@ -126,7 +127,9 @@ class CacheBlockCopy:
         self,
         groups: Sequence[Sequence[torch.Tensor]],
         copies: Callable[[torch.device], CopyStream] = lambda _: OrderedCopies(),
+        first: Sequence[int] = (),
     ) -> None:
+        self._first = first or [0] * len(groups)
         self.block_bytes = [sum(pages[0].numel() for pages in layers) for layers in groups]
         devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
         largest = max(STAGING_BYTES, *self.block_bytes)
@@ -156,7 +159,7 @@ class CacheBlockCopy:
         for first in range(0, len(blocks), most):
             own = slice(first, first + most)
             for segment in self._segments[group]:
-                ids = to_device(np.array(blocks[own], np.int64), segment.lane.device)
+                ids = to_device(np.array(blocks[own], np.int64) - self._first[group], segment.lane.device)
                 yield segment, ids, segment.cut(rows[own])
 
 

@@ -11,12 +11,15 @@ from attrs import evolve
 
 from slotline.builder.cache_memory import bind_caches
 from slotline.builder.parts import CacheMemory, Parts
+from slotline.core.kv_cache.block_hashes import hash_sizes
 from slotline.planner.kv_connector import inner_connectors, part_of
 from slotline.plugins.kv_transfer.agreement import Agreement
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 from slotline.plugins.kv_transfer.fingerprint import fingerprint
 from slotline.plugins.kv_transfer.speed import LoadSpeed
+from slotline.plugins.kv_transfer.state_blocks import state_group, state_pages
 from slotline.plugins.kv_transfer.transfers import AsyncTransfers, Transfers
+from slotline.plugins.states.dispatcher import StateDispatcher
 from slotline.registry.contracts import ConnectorGroup, KVConnector, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
@@ -33,12 +36,18 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         memory: of the caches.
     """
     planned, plan = parts.planned, parts.planned.own_plan
+    pages = [
+        [_blocks(memory.pages[layer.index], memory.num_blocks) for layer in group.layers] for group in plan.cache_groups
+    ]
+    first, unit = [0] * len(pages), hash_sizes(parts.groups, plan.block_size)[1]
+    states = [] if (dispatcher := kept_states(parts)) is None else [state_group(dispatcher, unit)]
+    if dispatcher is not None:
+        pages.append(state_pages(dispatcher, parts.rows.max_requests))
+        first.append(memory.num_blocks)
     copy = CacheBlockCopy(
-        [
-            [_blocks(memory.pages[layer.index], memory.num_blocks) for layer in group.layers]
-            for group in plan.cache_groups
-        ],
+        pages,
         lambda device: planned.hardware.get(str(device), planned.hardware[planned.device]).copy_stream(),
+        first,
     )
     groups = tuple(
         ConnectorGroup(
@@ -51,12 +60,12 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
             kernel_block_size=group.kernel_block_size,
             block_bytes=size,
         )
-        for group, size in zip(plan.cache_groups, copy.block_bytes, strict=True)
+        for group, size in zip(plan.cache_groups, copy.block_bytes[: len(plan.cache_groups)], strict=True)
     )
     part = part_of(planned.place, plan, planned.shards.ranks)
     context = KVConnectorContext(
         contract=bind_contract(descriptor),
-        groups=groups,
+        groups=(*groups, *states),
         caches=bind_caches(plan, memory.specs, memory.pages, memory.num_blocks),
         num_blocks=memory.num_blocks,
         copy=copy,
@@ -88,9 +97,16 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         agreement=Agreement(parts.gather, planned.place.layout.replica_size),
         by_request=bool(descriptor.capabilities.by_request.support),
         speed=LoadSpeed(active=limits.leave_out_slow and not descriptor.capabilities.by_request.support),
-        sizes=[group.block_size for group in groups],
+        sizes=[*(group.block_size for group in groups), *(0 for _ in states)],
         counts=bool(descriptor.capabilities.counts.support),
     )
+
+
+def kept_states(parts: Parts) -> StateDispatcher | None:
+    """Return the holder of the states if prefixes are kept with them, else None."""
+    states = parts.named.get("states")
+    dispatcher: StateDispatcher | None = None if states is None else states.dispatcher
+    return dispatcher if dispatcher is not None and dispatcher.num_slots > parts.rows.max_requests else None
 
 
 def _blocks(pages: torch.Tensor, num_blocks: int) -> torch.Tensor:

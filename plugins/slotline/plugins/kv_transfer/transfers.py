@@ -133,6 +133,10 @@ class Transfers:
             pairs = zip(blocks, hashes, strict=True)
             self._saves += [CacheBlock(group, one, block) for block, one in pairs if block != NULL_BLOCK]
 
+    def kept(self, state: CacheBlock) -> None:
+        """Save a state that has been kept, whenever the connector takes blocks."""
+        self._saves.append(state)
+
     def start(self) -> tuple[CacheBlock, ...]:
         """Start the transfers of the next forward pass. Return the started loads, to be passed to `settle` after it."""
         saves, self._saves = self._saves, []

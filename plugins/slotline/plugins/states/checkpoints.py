@@ -11,13 +11,14 @@ the state in each slot are counted separately from the rows, so that the integri
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define
 
+from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.plugins.states.batches import StateBatches
 from slotline.plugins.states.rules import StateRules
@@ -58,6 +59,22 @@ class CheckpointCounts:
     evicted: int = 0
 
 
+class StateStore(Protocol):
+    """Other place where states are kept by the hashes of their prefixes, from which they are loaded into a slot."""
+
+    def find_states(self, request: Request, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
+        """Return those of `hashes` whose state can be loaded for a request."""
+        ...
+
+    def load_state(self, slot: int, block_hash: BlockHash) -> None:
+        """Begin to load a state into a slot, see `Checkpoints.loaded`."""
+        ...
+
+    def state_kept(self, slot: int, block_hash: BlockHash) -> None:
+        """Note a state that has been kept in a slot."""
+        ...
+
+
 class Checkpoints:
     """Slots of the kept states, and the choice of where the next checkpoints are taken.
 
@@ -74,6 +91,7 @@ class Checkpoints:
         prefixes: [num_slots] int64, tokens of the prefix by which each checkpoint is found.
         counts: see `CheckpointCounts`.
         num_accepted: as in `StateBatches`.
+        store: another place where states are kept. None for no other.
     """
 
     def __init__(
@@ -97,6 +115,9 @@ class Checkpoints:
         self._states = states
         self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
+        self.store: StateStore | None = None
+        self._loading: dict[int, set[int]] = {}  # by slot that is being written, the rows that wait for its state
+        self._held: dict[int, int] = {}  # by slot, the readers of its state outside of the device's order
         self._seen: OrderedDict[BlockHash, None] = OrderedDict()
         # By row, in tokens: positions where a step is to end (UNDIVIDED if it may not be cut), and the last copied
         # position.
@@ -109,17 +130,21 @@ class Checkpoints:
         """Return the number of slots for checkpoints."""
         return len(self.lengths) - self.rows.max_requests
 
-    def find(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the longest prefix, in units, whose state is kept.
+    def find(self, hashes: Sequence[BlockHash], request: Request | None = None) -> int:
+        """Return the longest prefix, in units, whose state is kept, or can be loaded from another place.
 
         Args:
             hashes: of whole units, from the first on.
+            request: whose prefixes they are. None to look nowhere else.
 
         Raises:
             ContractError: if a cache spec answers with a prefix that is not kept.
         """
-        hit = self.rules.prefix_hit(hashes, self._slot_of.__contains__)
-        if hit and not (0 < hit <= len(hashes) and hashes[hit - 1] in self._slot_of):
+        there: Collection[BlockHash] = ()
+        if self.store is not None and request is not None and self._has_room:
+            there = self.store.find_states(request, [one for one in hashes if one not in self._slot_of])
+        hit = self.rules.prefix_hit(hashes, lambda one: one in self._slot_of or one in there)
+        if hit and not (0 < hit <= len(hashes) and (hashes[hit - 1] in self._slot_of or hashes[hit - 1] in there)):
             raise self._unfit(f"goes on from a prefix of {hit} units, whose state is not kept")
         return hit
 
@@ -153,11 +178,15 @@ class Checkpoints:
         """Assign a row to a request that resumes from the state after its first `hit` tokens."""
         self.num_accepted[row] = 1
         if hit:
-            slot = self._slot_of[hashes[hit // self.unit - 1]]
-            self._slot_of.move_to_end(hashes[hit // self.unit - 1])
-            self._states.copy(slot, row)
+            name = hashes[hit // self.unit - 1]
+            slot = self._slot_of.get(name)
+            slot = self._load(name, hit) if slot is None else slot
+            self._slot_of.move_to_end(name)
             self.lengths[row] = self.lengths[slot]
-            self.counts.restored += 1
+            if slot in self._loading:
+                self._loading[slot].add(row)
+            else:
+                self._restore_row(slot, row)
         for block_hash in hashes:
             self._seen[block_hash] = None
             self._seen.move_to_end(block_hash)
@@ -213,11 +242,8 @@ class Checkpoints:
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
             return
-        if self._free:
-            slot = self._free.pop()
-        else:
-            _, slot = self._slot_of.popitem(last=False)
-            self.counts.evicted += 1
+        if (slot := self._take()) is None:  # all of them are being written or read
+            return
         try:
             self._states.copy(row, slot)
         except BaseException:
@@ -226,6 +252,93 @@ class Checkpoints:
         self.lengths[slot], self.prefixes[slot] = self.lengths[row], self._kept[row]
         self._slot_of[block_hash] = slot
         self.counts.kept += 1
+        if self.store is not None:
+            self.store.state_kept(slot, block_hash)
+
+    def is_coming(self, block_hash: BlockHash) -> bool:
+        """Return whether a state is being loaded, or is not here and will have to be."""
+        slot = self._slot_of.get(block_hash)
+        return slot is None or slot in self._loading
+
+    def awaited(self, row: int) -> int | None:
+        """Return the slot that a row waits for, if there is one."""
+        return next((slot for slot, rows in self._loading.items() if row in rows), None)
+
+    def leave(self, row: int) -> None:
+        """Forget that a row waits for a state."""
+        for rows in self._loading.values():
+            rows.discard(row)
+
+    def drop(self, slot: int, block_hash: BlockHash) -> list[int]:
+        """Forget a state whose load failed, or takes too long. Return the rows that waited for it."""
+        if self._slot_of.get(block_hash) == slot:
+            del self._slot_of[block_hash]
+        rows = sorted(self._loading.get(slot, ()))
+        if rows:
+            self._loading[slot] = set()
+        return rows
+
+    def loaded(self, slot: int, block_hash: BlockHash) -> None:
+        """Give the rows that wait for a slot its state, which nobody writes any more."""
+        for row in sorted(self._loading.pop(slot)):
+            self._restore_row(slot, row)
+        self._free_unnamed(slot, block_hash)
+
+    def hold(self, slot: int) -> None:
+        """Keep a slot's state as it is until `let_go`."""
+        self._held[slot] = self._held.get(slot, 0) + 1
+
+    def let_go(self, slot: int, block_hash: BlockHash) -> None:
+        """End a `hold`."""
+        self._held[slot] -= 1
+        if not self._held[slot]:
+            del self._held[slot]
+            self._free_unnamed(slot, block_hash)
+
+    def give_up(self) -> None:
+        """Forget all states that were being loaded, and all holds. Nobody writes or reads slots any more."""
+        for block_hash in [name for name, slot in self._slot_of.items() if slot in self._loading]:
+            del self._slot_of[block_hash]
+        self._loading.clear()
+        self._held.clear()
+        self.restore()
+
+    @property
+    def _has_room(self) -> bool:
+        """Return whether a slot is free, or can be."""
+        return bool(self._free) or any(not self._is_busy(slot) for slot in self._slot_of.values())
+
+    def _is_busy(self, slot: int) -> bool:
+        return slot in self._loading or slot in self._held
+
+    def _take(self) -> int | None:
+        """Return a slot for a checkpoint, that of the least recently used one if need be. None if all are in use."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((name for name, slot in self._slot_of.items() if not self._is_busy(slot)), None)
+        if oldest is None:
+            return None
+        self.counts.evicted += 1
+        return self._slot_of.pop(oldest)
+
+    def _load(self, block_hash: BlockHash, length: int) -> int:
+        """Begin to load the state after `length` tokens. Return its slot."""
+        slot = self._take()
+        if slot is None or self.store is None:
+            raise IntegrityError(f"the state behind {length} tokens was found, and no slot is there for it")
+        self._slot_of[block_hash] = slot
+        self._loading[slot] = set()
+        self.lengths[slot] = self.prefixes[slot] = length
+        self.store.load_state(slot, block_hash)
+        return slot
+
+    def _restore_row(self, slot: int, row: int) -> None:
+        self._states.copy(slot, row)
+        self.counts.restored += 1
+
+    def _free_unnamed(self, slot: int, block_hash: BlockHash) -> None:
+        if self._slot_of.get(block_hash) != slot and not self._is_busy(slot):
+            self._free.append(slot)
 
     def advance(self, rows: Int, computed: Int, counts: Int) -> None:
         """Record the start of a step that computes `counts` tokens of each of `rows` after its `computed` ones."""
@@ -255,14 +368,14 @@ class Checkpoints:
         )
 
     def reset(self) -> None:
-        """Forget every checkpoint."""
-        self._free += self._slot_of.values()
+        """Forget every checkpoint. Slots that are being written or read are free afterwards."""
+        self._free += [slot for slot in self._slot_of.values() if not self._is_busy(slot)]
         self._slot_of.clear()
         self._seen.clear()
 
     def restore(self) -> None:
         """Free all slots that hold no findable checkpoint, whatever was being kept."""
-        used = set(self._slot_of.values())
+        used = {*self._slot_of.values(), *self._loading, *self._held}
         self._free = [slot for slot in range(len(self.lengths) - 1, self.rows.max_requests - 1, -1) if slot not in used]
 
     def check(self) -> None:
@@ -270,7 +383,8 @@ class Checkpoints:
         first, kept = self.rows.max_requests, list(self._slot_of.values())
         if shared := sorted(slot for slot in kept if slot < first):
             raise IntegrityError(f"checkpoints hold slots {shared}, which are those of live rows")
-        if sorted(kept + self._free) != list(range(first, len(self.lengths))):
+        unnamed = list(({*self._loading, *self._held}).difference(kept))
+        if sorted(kept + unnamed + self._free) != list(range(first, len(self.lengths))):
             raise IntegrityError("the checkpoints' slots are not each either free or of one checkpoint")
         if wrong := [slot for slot in kept if self.lengths[slot] != self.prefixes[slot]]:
             raise IntegrityError(

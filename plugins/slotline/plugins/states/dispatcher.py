@@ -9,6 +9,7 @@ after those of the rows hold checkpoints (`checkpoints.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class StateDispatcher:
         num_slots: in each of their tensors.
         device: of the states.
         slot_bytes: bytes of a slot over all layers.
+        pages: memory of the states by layer index, [num_slots, page bytes] uint8.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class StateDispatcher:
         num_slots: int,
         device: str,
         slot_bytes: int = 0,
+        pages: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.groups = tuple(groups)
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self.pages = pages
         self._device = device
         self._plans: list[Any] = []
         self._checks: OutputChecks | None = None  # of the outputs of backends in the planned step, if it is eager
@@ -157,12 +161,14 @@ class StateDispatcher:
         return self._routes[layer.index][1]
 
 
-def allocate(held: Sequence[HeldStates], num_slots: int, device: str, zeros: Zeros = torch_zeros) -> dict[int, State]:
-    """Return the zeroed tensors [num_slots, *shape] of each state layer, by layer index and name."""
-    states: dict[int, State] = {}
-    for part in held:
-        for layer in part.layers:
-            page = part.spec.page_bytes(layer)
-            raw = zeros(num_slots * page, device).view(num_slots, page)
-            states[layer.index] = part.spec.bind(raw, layer, num_slots)
-    return states
+def allocate_pages(
+    held: Sequence[HeldStates], num_slots: int, device: str, zeros: Zeros = torch_zeros
+) -> dict[int, torch.Tensor]:
+    """Return the zeroed memory of each state layer by its index, [num_slots, page bytes] uint8."""
+    sizes = {layer.index: part.spec.page_bytes(layer) for part in held for layer in part.layers}
+    return {index: zeros(num_slots * size, device).view(num_slots, size) for index, size in sizes.items()}
+
+
+def bind_states(held: Sequence[HeldStates], pages: Mapping[int, torch.Tensor], num_slots: int) -> dict[int, State]:
+    """Return the tensors [num_slots, *shape] of each state layer in its memory, by layer index and name."""
+    return {layer.index: part.spec.bind(pages[layer.index], layer, num_slots) for part in held for layer in part.layers}

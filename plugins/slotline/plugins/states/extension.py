@@ -106,9 +106,9 @@ class StateLayers:
 
     # Prefixes and steps
 
-    def limit_prefix(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the longest prefix, in units, whose state is kept."""
-        return self.checkpoints.find(hashes)
+    def limit_prefix_of(self, request: Request, hashes: Sequence[BlockHash]) -> int:
+        """Return the longest prefix, in units, whose state is kept here or can be loaded."""
+        return self.checkpoints.find(hashes, request)
 
     def limit_prompt(self, request: Request, computed: int, count: int) -> int:
         """Cut a request's first step where a checkpoint is to be taken."""
@@ -121,6 +121,10 @@ class StateLayers:
         units = self._units(request)
         self.checkpoints.aim(request.row, units, computed, 1, divisible=self._divides and not request.whole_prompt)
         self.checkpoints.begin(request.row, units, computed)
+
+    def unschedule(self, request: Request) -> None:
+        """Forget that a request waits for its state."""
+        self.checkpoints.leave(request.row)
 
     def limit_tokens(self, rows: Int, counts: Int) -> Int:
         """Cut the tokens of running requests where checkpoints are to be taken."""

@@ -10,7 +10,7 @@ from attrs import evolve
 from slotline.builder.parts import Parts
 from slotline.builder.sizing import room_for
 from slotline.planner.state_specs import HeldStates
-from slotline.plugins.states.dispatcher import StateDispatcher, StateGroup, allocate
+from slotline.plugins.states.dispatcher import StateDispatcher, StateGroup, allocate_pages, bind_states
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import Device, StateContext
 from slotline.registry.descriptor import Kind
@@ -57,8 +57,9 @@ def build_dispatcher(parts: Parts, held: Sequence[HeldStates]) -> StateDispatche
         if planned.stages.own(group.layers)
     ]
     zeros = {device: found.zeros for device, found in planned.hardware.items()}
-    states = allocate(own, num_slots, planned.device, lambda count, device: zeros[device](count))
-    return StateDispatcher(groups, states, num_slots, planned.device, slot_bytes(own))
+    pages = allocate_pages(own, num_slots, planned.device, lambda count, device: zeros[device](count))
+    states = bind_states(own, pages, num_slots)
+    return StateDispatcher(groups, states, num_slots, planned.device, slot_bytes(own), pages)
 
 
 def slot_bytes(held: Sequence[HeldStates]) -> int:

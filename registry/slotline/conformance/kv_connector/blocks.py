@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.kv_connector import PARTS, Pool
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
+from slotline.testing.environments.kv_connector import NUM_BLOCKS, NUM_STATES, PARTS, STATE, Pool
 
 COUNT = 5
 
@@ -19,6 +19,25 @@ def blocks_return(run: Run) -> None:
     if not there:
         raise Failed(f"nothing is held of {len(saves)} blocks that were saved")
     loads = [pool.wanted(group, f"{group}.{i}", 40 + 2 * i + group) for group, i in there]
+    if failed := pool.step((), loads):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.states.return", Level.NUMERICS, cost=0.02)
+def states_return(run: Run) -> None:
+    """States, which are larger than blocks and numbered behind them, come back bit for bit beside blocks."""
+    pool = Pool(run)
+    if len(pool.groups) <= STATE:
+        raise NotApplicable("no group of states: states is not declared")
+    half = NUM_STATES // 2
+    saves = [pool.block(STATE, f"s{i}", NUM_BLOCKS + i) for i in range(half)]
+    saves += [pool.block(0, f"s{i}", 3 + i) for i in range(half)]  # of the same prefixes
+    pool.step(saves, ())
+    there = [i for i in range(half) if pool.held(STATE, [f"s{i}"])[0]]
+    if not there:
+        raise Failed(f"nothing is held of {half} states that were saved")
+    loads = [pool.wanted(STATE, f"s{i}", NUM_BLOCKS + half + i) for i in there]
+    loads += [pool.wanted(0, f"s{i}", 40 + i) for i in range(half) if pool.held(0, [f"s{i}"])[0]]
     if failed := pool.step((), loads):
         raise Failed(f"blocks {sorted(failed)} failed, and were held")
 

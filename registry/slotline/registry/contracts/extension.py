@@ -98,6 +98,7 @@ FEATURE_METHODS = (
     "before_schedule",
     "requeue",
     "limit_prefix",
+    "limit_prefix_of",
     "limit_prompt",
     "begin_request",
     "trim_tokens",
@@ -426,6 +427,15 @@ class FeatureExtension(StepExtension, Protocol):
 
         Args:
             hashes: of the prefixes of 1, 2, ... units, a unit being whole blocks of each cache group.
+        """
+        ...
+
+    def limit_prefix_of(self, request: Any, hashes: Sequence[bytes]) -> int:
+        """Return what `limit_prefix` returns, for a request. Prefixes may be those that a step could resume from later.
+
+        Args:
+            request: the request, with a row if it had one before.
+            hashes: as for `limit_prefix`.
         """
         ...
 

@@ -26,6 +26,11 @@ same blocks in the same order. A block counts as held if all of them hold their 
 that its part failed. A store that serves several ranks must separate their parts: `KVConnectorContext.identity` does.
 Replicas have the same identities, so that one finds what another has saved.
 
+Layers with states of fixed size (`slotline.registry.contracts.state`) are handed over too if the connector declares
+`states`, and loads them asynchronously. Their group is the last one. A block of it is a copy of the states of all
+layers behind a prefix, named by the hash of that prefix. It is passed to `start` once it is kept, whatever `saves`
+says. The numbers of such blocks go on after those of the pool.
+
 A connector's options may have a method `notes() -> Sequence[str]`: what a user should know of them, such as that blocks
 are rounded. `slotline explain` shows it.
 """
@@ -42,6 +47,7 @@ from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, LayerCache
 from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.contracts.kv_spec import BlockHash
+from slotline.registry.contracts.state import StateLayer
 from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
@@ -65,6 +71,7 @@ class KVConnectorCapabilities:
         spills: whether it calls `KVConnectorContext.evicted` with the blocks that it gives up to make room.
         composes: name of its option that names the connectors that it is made of. It gets them from
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
+        states: whether it takes a group of states, whose blocks are much larger than others. It is `asynchronous` then.
     """
 
     devices: Set[str]
@@ -76,6 +83,7 @@ class KVConnectorCapabilities:
     folder: str = ""
     spills: Flag = Flag(False)
     composes: str = ""
+    states: Flag = Flag(False)
 
 
 class CacheBlock(NamedTuple):
@@ -117,6 +125,7 @@ class ConnectorGroup:
         layout: physical order inside a kernel block.
         block_size, kernel_block_size: tokens. The second divides the first.
         block_bytes: bytes of a block over all layers.
+        states: the layers of a group of states, which has no `layers`. Its `kv_dtype` is ``uint8``.
     """
 
     name: str
@@ -127,6 +136,7 @@ class ConnectorGroup:
     kernel_block_size: int
     block_bytes: int
     format: str = PLAIN
+    states: tuple[StateLayer, ...] = ()
 
 
 class BlockCopy(Protocol):
@@ -152,7 +162,8 @@ class KVConnectorContext:
     Attributes:
         groups: the cache groups, by their indices.
         caches: the cache of each layer that owns one, by the layer's index.
-        num_blocks: number of blocks in the pool, the null block included.
+        num_blocks: number of blocks in the pool, the null block included. Those of a group of states are numbered from
+            here on.
         copy: copies blocks.
         device: torch device string, of the first pipeline stage if there are several.
         model: identifies the model's keys and values among those of other models: its path and its dtype, a digest of
@@ -188,7 +199,8 @@ class KVConnectorContext:
         for group in self.groups:
             layers = [(layer.index, layer.num_kv_heads, layer.head_size, layer.head_size_v) for layer in group.layers]
             sizes = (group.block_size, group.kernel_block_size, group.block_bytes)
-            other = () if group.format == PLAIN else (group.format,)
+            other: list[Any] = [] if group.format == PLAIN else [group.format]
+            other += [(layer.index, layer.state_kind, layer.tensors) for layer in group.states]
             facts.append((group.name, group.kv_dtype, group.layout, sizes, layers, *other))
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -23,6 +23,8 @@ from slotline.registry.contracts import (
     KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
+    StateLayer,
+    StateTensorSpec,
 )
 from slotline.testing.check import Failed, Run
 from slotline.testing.reference import kv_connector as reference
@@ -30,6 +32,9 @@ from slotline.testing.subject import Subject
 
 NUM_BLOCKS = 80
 TOKENS = 4
+NUM_STATES = 6
+STATE = 2
+"""Index of the group of states, of a connector that takes them."""
 PATIENCE = 5.0
 """Seconds in which loads must end."""
 LAYERS = ((0, 16), (0, 8), (1, 16))
@@ -43,11 +48,13 @@ PARTS = ("tensor 0/2", "tensor 1/2")
 class Pool:
     """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopy`.
 
+    A connector that takes states has a third group of a few large blocks, which are numbered from `NUM_BLOCKS` on.
+
     A forward pass overwrites every saved block and reads every loaded block. All other writes of a connector are
     faults.
 
     Attributes:
-        bytes: bytes of each group, [NUM_BLOCKS, block_bytes] uint8 on the device.
+        bytes: bytes of each group, [NUM_BLOCKS, block_bytes] uint8 on the device, and [NUM_STATES, block_bytes].
         known: expected content of a group's block with a hash.
 
     Args:
@@ -77,7 +84,10 @@ class Pool:
             )
             for number, own in enumerate(owned)
         )
-        self.bytes = [self._random(NUM_BLOCKS, group.block_bytes) for group in self.groups]
+        if run.subject.capabilities.states.support:
+            self.groups += (_states(len(LAYERS)),)
+        counts = (NUM_BLOCKS, NUM_BLOCKS, NUM_STATES)
+        self.bytes = [self._random(count, one.block_bytes) for one, count in zip(self.groups, counts, strict=False)]
         self.known: dict[tuple[int, BlockHash], torch.Tensor] = {}
         caches: dict[int, KVCache] = {}
         for group, memory in zip(self.groups, self.bytes, strict=True):
@@ -111,7 +121,7 @@ class Pool:
         block_hash = name.encode()
         if (group, block_hash) not in self.known:
             self.known[group, block_hash] = self._random(1, self.groups[group].block_bytes)[0]
-        self.bytes[group][block] = self.known[group, block_hash]
+        self.bytes[group][place(group, block)] = self.known[group, block_hash]
         return CacheBlock(group, block_hash, block)
 
     def wanted(self, group: int, name: str, block: int) -> CacheBlock:
@@ -141,16 +151,17 @@ class Pool:
         failed = self.ended(loads) if self.asynchronous else set[int]()
         seen = [memory.clone() for memory in self.bytes]
         for one in saves:  # the pool reuses them
-            self.bytes[one.group][one.block] = self._random(1, self.groups[one.group].block_bytes)[0]
+            self.bytes[one.group][place(*_at(one))] = self._random(1, self.groups[one.group].block_bytes)[0]
         failed |= set(self.connector.failed())
         if strange := failed - {one.block for one in loads}:
             raise Failed(f"blocks {sorted(strange)} are said to have failed, and were not to be loaded")
         for group, (old, new) in enumerate(zip(before, seen, strict=True)):
             changed = set((old != new).any(1).nonzero().flatten().tolist())
-            if wrong := changed - {one.block for one in loads if one.group == group}:
+            if wrong := changed - {place(*_at(one)) for one in loads if one.group == group}:
                 raise Failed(f"blocks {sorted(wrong)} of group {group} were written, and were not to be loaded")
         for one in loads:
-            good = torch.equal(seen[one.group][one.block], self.known.get((one.group, one.block_hash), seen[0][:0]))
+            found = seen[one.group][place(*_at(one))]
+            good = torch.equal(found, self.known.get((one.group, one.block_hash), seen[0][:0]))
             if one.block not in failed and not good:
                 raise Failed(
                     f"block {one.block} of group {one.group} was loaded for {one.block_hash!r}, holds something else "
@@ -174,7 +185,7 @@ class Pool:
             if strange := arrived - left.keys():
                 raise Failed(f"blocks {sorted(strange)} are said to have arrived, and were not under way")
             for one in map(left.__getitem__, arrived):
-                content = self.bytes[one.group][one.block]
+                content = self.bytes[one.group][place(*_at(one))]
                 if not torch.equal(content, self.known.get((one.group, one.block_hash), content[:0])):
                     raise Failed(f"block {one.block} is said to have arrived, and holds something else")
             left = {block: one for block, one in left.items() if block not in arrived | failed}
@@ -186,17 +197,19 @@ class Pool:
         """See `BlockCopy`."""
         self._check(group, blocks, rows)
         for block, row in zip(blocks, rows, strict=True):
-            row.copy_(self.bytes[group][block])
+            row.copy_(self.bytes[group][place(group, block)])
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""
         self._check(group, blocks, rows)
         for block, row in zip(blocks, rows, strict=True):
-            self.bytes[group][block] = row.to(self.device)
+            self.bytes[group][place(group, block)] = row.to(self.device)
 
     def _check(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        size = self.groups[group].block_bytes
-        if len(blocks) != len(rows) or len(set(blocks)) != len(blocks) or not all(0 < b < NUM_BLOCKS for b in blocks):
+        size, known = self.groups[group].block_bytes, range(1, NUM_BLOCKS)
+        if group == STATE:
+            known = range(NUM_BLOCKS, NUM_BLOCKS + NUM_STATES)
+        if len(blocks) != len(rows) or len(set(blocks)) != len(blocks) or not all(one in known for one in blocks):
             raise Failed(f"a copy of the blocks {list(blocks)} and {len(rows)} rows: distinct ones, a row for each")
         for row in rows:
             if row.shape != (size,) or row.dtype is not torch.uint8 or row.device.type != "cpu":
@@ -227,6 +240,31 @@ def in_folder(run: Run, folder: str) -> Subject:
     """Return the plugin under test, which keeps its blocks in a folder if it keeps them in files."""
     option = run.subject.capabilities.folder
     return evolve(run.subject, options=evolve(run.subject.options, **{option: folder})) if option else run.subject
+
+
+def place(group: int, block: int) -> int:
+    """Return the row of a block in the memory of its group."""
+    return block - NUM_BLOCKS if group == STATE else block
+
+
+def _at(block: CacheBlock) -> tuple[int, int]:
+    return block.group, block.block
+
+
+def _states(index: int) -> ConnectorGroup:
+    tensor = StateTensorSpec(name="ssm", shape=(16, 64), dtype="float32")
+    facts = {"channels": 16, "state_size": 64, "dt_softplus": False}
+    layer = StateLayer(name=f"layer {index}", index=index, state_kind="mamba1", tensors=(tensor,), facts=facts)
+    return ConnectorGroup(
+        name="states",
+        layers=(),
+        states=(layer,),
+        kv_dtype="uint8",
+        layout="",
+        block_size=TOKENS,
+        kernel_block_size=TOKENS,
+        block_bytes=4 * tensor.num_elements,
+    )
 
 
 def _layer(index: int, size: int) -> AttentionLayer:

@@ -191,6 +191,19 @@ class LosesTheLast(LaterBlocks):
         super().end(loads[: max(1, len(loads) - 1)])
 
 
+class CutsStates(LaterBlocks):
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        size = self.context.groups[0].block_bytes
+        for row in self.rows.values():
+            row[size:] = 0
+        super().load(loads)
+
+
+class StatesAsBlocks(LaterBlocks):
+    def key(self, group: int, block_hash: BlockHash) -> Key:
+        return (0 if self.context.groups[group].states else group), block_hash
+
+
 class WaitsInTheStep(LaterBlocks):
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         super().start(saves, loads)
@@ -264,6 +277,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("leaves-the-last", "finishes with loads under way", Level.HOSTILE, LeavesTheLast),
     _mutant("shifts-rows", "loads that end together get each other's bytes", Level.NUMERICS, ShiftsRows),
     _mutant("loses-the-last", "never ends the last of several loads", Level.NUMERICS, LosesTheLast),
+    _mutant("cuts-states", "keeps no more of a state than of a block", Level.NUMERICS, CutsStates),
+    _mutant("states-as-blocks", "finds a state where a block was saved", Level.NUMERICS, StatesAsBlocks),
     _mutant("waits-in-the-step", "waits for its loads where the step starts", Level.HOSTILE, WaitsInTheStep),
     _mutant("knows-its-own-alone", "does not find the files of an earlier process", Level.NUMERICS, KnowsItsOwnAlone),
     _mutant("one-folder-for-all", "finds another model's files", Level.NUMERICS, OneFolderForAll),

@@ -214,7 +214,9 @@ one_copy = Descriptor(
 later = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="later_blocks",
-    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted", asynchronous=Flag(True)),
+    capabilities=KVConnectorCapabilities(
+        devices=Set(("cpu", "cuda")), saves="evicted", asynchronous=Flag(True), states=Flag(True)
+    ),
     factory=LaterBlocks,
     summary="keeps a few blocks in host memory, and loads them later",
 )

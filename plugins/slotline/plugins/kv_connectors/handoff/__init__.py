@@ -72,7 +72,9 @@ class HandoffOptions:
 descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="handoff",
-    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), asynchronous=Flag(True), by_request=Flag(True)),
+    capabilities=KVConnectorCapabilities(
+        devices=Set(("cpu", "cuda")), asynchronous=Flag(True), by_request=Flag(True), states=Flag(True)
+    ),
     factory="slotline.plugins.kv_connectors.handoff.connector:Handoff",
     options="slotline.plugins.kv_connectors.handoff:HandoffOptions",
     summary="hands a prompt's blocks from an engine that prefills to one that decodes, in another process",

@@ -51,7 +51,8 @@ class Handoff:
         self._rank = _rank(context.part)
         host, port = address_of(options.address)
         if options.role != "decode":
-            self._store = Store(size_in_bytes(options.memory), sizes)
+            states = [number for number, group in enumerate(context.groups) if group.states]
+            self._store = Store(size_in_bytes(options.memory), sizes, states)
             if port or not context.part:
                 self._server = BlockServer(self._store, (host, port + self._rank if port else 0), self._identity)
                 finalize(self, self._server.close)

@@ -94,7 +94,6 @@ class Peer:
         self._asked: SimpleQueue[Sequence[CacheBlock] | None] = SimpleQueue()
         self._connection: socket.socket | None = None
         self._memory: mmap.mmap | None = None
-        self._row_bytes = 0
         self._failed_at: float | None = None
         self.hurried = False
         self._thread: Thread | None = None
@@ -171,8 +170,7 @@ class Peer:
         if self._memory is None:
             fill(connection, view)
         else:
-            first = HEADER + place * self._row_bytes
-            view[:] = memoryview(self._memory)[first : first + len(view)]
+            view[:] = memoryview(self._memory)[place : place + len(view)]
         if zlib.crc32(view) != checksum:
             logger.warning("kv_connector.handoff: a block of %s:%d has another checksum", *self._address)
             return None
@@ -188,7 +186,6 @@ class Peer:
         self._send(connection)
         hello = self._received(connection)
         self._memory = _mapped(hello["path"], hello["secret"])
-        self._row_bytes = int(hello["row_bytes"])
         return connection
 
     def _send(self, connection: socket.socket, **message: Any) -> None:

@@ -87,12 +87,12 @@ class BlockServer:
         found = store.find(keys)
         answer: dict[str, Any] = {"blocks": [None if one is None else list(one) for one in found]}
         if "blocks" not in asked:
-            answer |= {"path": store.path, "secret": store.secret, "row_bytes": store.row_bytes}
+            answer |= {"path": store.path, "secret": store.secret}
         send(connection, answer)
         if asked.get("send"):
             for one, (group, _) in zip(found, keys, strict=True):
                 if one is not None:
-                    connection.sendall(store.bytes_of(one.row, group))
+                    connection.sendall(store.bytes_of(one.place, group))
         return True
 
 

@@ -30,64 +30,102 @@ class Found(NamedTuple):
     """A block of the store.
 
     Attributes:
-        row: its number.
+        place: of its first byte in the memory.
         checksum: CRC-32 of its bytes.
     """
 
-    row: int
+    place: int
     checksum: int
+
+
+class _Rows:
+    """Rows of one size in a part of the memory, found by a block's hash. The least recently used go first.
+
+    Attributes:
+        first, size: place of the first row, and bytes of each.
+        row_of: the rows of blocks, least recently used first.
+        free: the others.
+    """
+
+    def __init__(self, first: int, size: int, count: int) -> None:
+        self.first, self.size = first, size
+        self.row_of: OrderedDict[Key, int] = OrderedDict()
+        self.free = list(range(count - 1, -1, -1))
+
+    def take(self, but: Collection[Key]) -> int | None:
+        """Return a free row, that of the least recently used block if need be. None if all of them must stay."""
+        if not self.free:
+            oldest = next((one for one in self.row_of if one not in but), None)
+            if oldest is None:
+                return None
+            self.free.append(self.row_of.pop(oldest))
+        return self.free.pop()
+
+    def place(self, row: int) -> int:
+        """Return the place of a row's first byte."""
+        return self.first + row * self.size
 
 
 class Store:
     """Rows of memory, found by a block's hash. The least recently used go first.
 
+    States are much larger than blocks, so they have half of the memory for themselves.
+
     Args:
         num_bytes: memory at most.
         sizes: bytes of a block of each cache group.
+        states: the groups whose blocks are states.
 
     Attributes:
         path: by which processes of this machine can open the memory, while this one runs.
         secret: a text at its beginning by which they know that it is this memory.
-        row_bytes: bytes from one row to the next.
 
     Raises:
-        CapacityError: if it does not hold one block, or cannot be had.
+        CapacityError: if it does not hold one block of each size, or cannot be had.
     """
 
-    def __init__(self, num_bytes: int, sizes: Sequence[int]) -> None:
-        self._sizes, self.row_bytes = tuple(sizes), max(sizes)
-        self._count = num_bytes // self.row_bytes
-        if self._count < 1:
-            raise CapacityError(
-                f"kv_connector.handoff.memory of {num_bytes} bytes holds no block: one takes {self.row_bytes}",
-                fix=f"set it to '{-(-self.row_bytes // 1024)}KiB' at least",
-            )
+    def __init__(self, num_bytes: int, sizes: Sequence[int], states: Collection[int] = ()) -> None:
+        self._sizes, end = tuple(sizes), HEADER
+        own = [[group for group in range(len(sizes)) if (group in states) == large] for large in (False, True)]
+        self._rows_of: dict[int, _Rows] = {}
+        parts = [groups for groups in own if groups]
+        for groups in parts:
+            size = max(sizes[group] for group in groups)
+            if (count := num_bytes // len(parts) // size) < 1:
+                raise CapacityError(
+                    f"kv_connector.handoff.memory of {num_bytes} bytes holds no block: one takes {size}",
+                    fix=f"set it to '{-(-size * len(parts) // 1024)}KiB' at least",
+                )
+            self._rows_of |= dict.fromkeys(groups, _Rows(end, size, count))
+            end += count * size
         self.secret = secrets.token_hex(HEADER // 2)
         try:
             file = os.memfd_create("slotline-handoff")
-            os.ftruncate(file, HEADER + self._count * self.row_bytes)
+            os.ftruncate(file, end)
             self._memory = mmap.mmap(file, 0)
         except (OSError, ValueError) as error:
             raise CapacityError(f"kv_connector.handoff.memory cannot be had: {error}", fix="lower it") from error
         self._memory[:HEADER] = self.secret.encode()
         self.path = f"/proc/{os.getpid()}/fd/{file}"
         self._file = file
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, offset=HEADER)
-        self._rows = flat.view(self._count, self.row_bytes)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._lock = Lock()
-        self._free = list(range(self._count - 1, -1, -1))
-        self._row_of: OrderedDict[Key, int] = OrderedDict()  # least recently used first
         self._taken: list[tuple[Key, int]] = []
+
+    def keys(self) -> list[Key]:
+        """Return the blocks that are here, least recently used first."""
+        return [key for rows in dict.fromkeys(self._rows_of.values()) for key in rows.row_of]
 
     def holds(self, key: Key) -> bool:
         """Return whether a block is here."""
-        return key in self._row_of
+        return key in self._rows_of[key[0]].row_of
 
     def row(self, key: Key) -> torch.Tensor:
         """Return the bytes of a block that is here, which counts as used."""
         with self._lock:
-            self._row_of.move_to_end(key)
-            return self._rows[self._row_of[key], : self._sizes[key[0]]]
+            rows = self._rows_of[key[0]]
+            rows.row_of.move_to_end(key)
+            return self._row(key, rows.row_of[key])
 
     def take(self, keys: Sequence[Key], but: Collection[Key]) -> list[tuple[Key, torch.Tensor]]:
         """Return rows for those of some blocks that are not here yet. They cannot be found before `publish`.
@@ -98,49 +136,55 @@ class Store:
         taken = list[tuple[Key, torch.Tensor]]()
         with self._lock:
             for key in keys:
-                if key in self._row_of:
-                    self._row_of.move_to_end(key)
-                    continue
-                if not self._free:
-                    oldest = next((one for one in self._row_of if one not in but), None)
-                    if oldest is None:
-                        break
-                    self._free.append(self._row_of.pop(oldest))
-                row = self._free.pop()
-                self._taken.append((key, row))
-                taken.append((key, self._rows[row, : self._sizes[key[0]]]))
+                rows = self._rows_of[key[0]]
+                if key in rows.row_of:
+                    rows.row_of.move_to_end(key)
+                elif (row := rows.take(but)) is not None:
+                    self._taken.append((key, row))
+                    taken.append((key, self._row(key, row)))
         return taken
 
     def publish(self) -> None:
         """Have the blocks of the last `take` found. Their bytes are there."""
         with self._lock:
-            self._row_of.update(self._taken)
+            for key, row in self._taken:
+                self._rows_of[key[0]].row_of[key] = row
             self._taken = []
 
     def find(self, keys: Sequence[Key]) -> list[Found | None]:
         """Return where blocks are, None for those that are not here. Any thread may call it."""
         return [self._find(key) for key in keys]
 
-    def bytes_of(self, row: int, group: int) -> memoryview:
-        """Return the bytes of a row with a block of a cache group."""
-        first = HEADER + row * self.row_bytes
-        return memoryview(self._memory)[first : first + self._sizes[group]]
+    def bytes_of(self, place: int, group: int) -> memoryview:
+        """Return the bytes at a place, of a block of a cache group."""
+        return memoryview(self._memory)[place : place + self._sizes[group]]
+
+    def drop(self, key: Key) -> None:
+        """Forget a block that is here."""
+        with self._lock:
+            rows = self._rows_of[key[0]]
+            rows.free.append(rows.row_of.pop(key))
 
     def clear(self) -> None:
         """Forget all blocks."""
-        with self._lock:
-            self._free += self._row_of.values()
-            self._row_of.clear()
+        for key in self.keys():
+            self.drop(key)
 
     def close(self) -> None:
         """Let nobody open the memory any more. Those that have keep it."""
         os.close(self._file)
 
+    def _row(self, key: Key, row: int) -> torch.Tensor:
+        place = self._rows_of[key[0]].place(row)
+        return self._bytes[place : place + self._sizes[key[0]]]
+
     def _find(self, key: Key) -> Found | None:
+        if (rows := self._rows_of.get(key[0])) is None:
+            return None
         with self._lock:
-            if (row := self._row_of.get(key)) is None:
+            if (row := rows.row_of.get(key)) is None:
                 return None
-            self._row_of.move_to_end(key)
-        checksum = zlib.crc32(self.bytes_of(row, key[0]))
+            rows.row_of.move_to_end(key)
+        checksum = zlib.crc32(self.bytes_of(rows.place(row), key[0]))
         with self._lock:  # nobody has written to it meanwhile
-            return Found(row, checksum) if self._row_of.get(key) == row else None
+            return Found(rows.place(row), checksum) if rows.row_of.get(key) == row else None

@@ -1,0 +1,60 @@
+"""Engines that hand prompts to each other through the connector `handoff`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine_driver import random_prompts, run_all
+from tiny_engines import DEFAULTS, everything_returned
+
+from slotline.core import LLM, SamplingParams
+
+PROMPTS = random_prompts([33, 40, 37, 26], seed=5)
+MIXED = [*PROMPTS, PROMPTS[0][:16] + PROMPTS[2][:20]]
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+SMALL: dict[str, Any] = {**DEFAULTS, "block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 3}
+KEY = "kv_connector.handoff"
+PREFILL: dict[str, Any] = {"kv_connector.name": "handoff", f"{KEY}.role": "prefill", f"{KEY}.memory": "1MiB"}
+
+
+def transfers_of(llm: LLM) -> Any:
+    return llm.engine.extension("kv_transfer").transfers
+
+
+def connector_of(llm: LLM) -> Any:
+    return transfers_of(llm).connector
+
+
+def decode_settings(*addresses: tuple[str, int], timeout: float = 5.0) -> dict[str, Any]:
+    names = tuple(f"{host}:{port}" for host, port in addresses)
+    return {
+        "kv_connector.name": "handoff", f"{KEY}.role": "decode", f"{KEY}.peers": names, f"{KEY}.timeout": timeout,
+    }  # fmt: skip
+
+
+def prefilled(llm: LLM, prompts: list[list[int]], **more: Any) -> dict[str, Any]:
+    """Have an engine compute prompts. What its answer says."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    for number, prompt in enumerate(prompts):
+        llm.engine.add(f"p{number}", prompt, FIRST, kv_transfer_params=asked, **more)
+    run_all(llm)
+    answer = llm.engine.extension("kv_transfer").answer(asked)
+    assert answer is not None
+    return json.loads(json.dumps(dict(answer)))  # type: ignore[no-any-return]
+
+
+def continued(llm: LLM, prompts: list[list[int]], answer: dict[str, Any] | None, **more: Any) -> list[list[int]]:
+    """The tokens of an engine that continues prompts."""
+    given = {} if answer is None else {"kv_transfer_params": answer}
+    requests = [llm.engine.add(f"d{n}", prompt, SHORT, **given, **more) for n, prompt in enumerate(prompts)]
+    run_all(llm, 200_000)
+    assert all(request.finish_reason == "length" for request in requests)
+    return [list(request.output_token_ids) for request in requests]
+
+
+def settled(llm: LLM) -> None:
+    transfers_of(llm).finish()
+    llm.engine.step()
+    everything_returned(llm)
