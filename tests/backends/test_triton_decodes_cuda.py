@@ -59,7 +59,7 @@ def launched(backend: TritonBackend) -> bool:
     if (kernel := backend._decodes) is None:
         return False
     assert kernel._counter.item() == 0
-    return bool(kernel._launch._launches)
+    return bool(kernel._launch.launch._launches)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -122,7 +122,7 @@ def test_queries_that_cannot_be_copied_are_another_kernels(always: None) -> None
     world = World(Case(requests=EDGES, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), "cuda")
     backend = made(world.case)
     wanted, _ = world.run(backend)
-    launches = dict(backend._decodes._launch._launches) if backend._decodes else {}
+    launches = dict(backend._decodes._launch.launch._launches) if backend._decodes else {}
     query, key, value = world.new_tokens()
     apart = torch.zeros(*query.shape[:2], query.shape[2] + 1, dtype=query.dtype, device="cuda")[..., 1:].copy_(query)
     plan, out = backend.plan(world.batch), torch.empty_like(query)
@@ -130,7 +130,7 @@ def test_queries_that_cannot_be_copied_are_another_kernels(always: None) -> None
     torch.testing.assert_close(out[: len(wanted)], wanted, atol=1e-2, rtol=1e-2)
     assert launches
     assert backend._decodes is not None
-    assert backend._decodes._launch._launches == launches
+    assert backend._decodes._launch.launch._launches == launches
 
 
 def test_a_captured_step_follows_other_lengths_and_fewer_requests(always: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,19 +64,57 @@ def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
     world.check(*world.run(backend))
 
 
+@pytest.fixture
+def gluon_of_triton_3_5(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Triton whose Gluon has no products of the kind that single tokens need, as 3.5 has none."""
+    from triton.experimental.gluon.language.nvidia import ampere
+
+    monkeypatch.delattr(ampere, "mma_v2")
+    monkeypatch.delitem(sys.modules, "slotline.kernels.gluon_compat", raising=False)
+    hopper.why_no_gluon.cache_clear()
+    yield
+    hopper.why_no_gluon.cache_clear()
+
+
+def explained(capability: tuple[int, int]) -> tuple[str, list[int]]:
+    """What the backend says of itself on such a card, and the sizes of blocks of three latent layers there."""
+    offer = probe(triton_backend.descriptor, evolve(GPU, compute_capability=capability))
+    item, sizes = Candidate(descriptor=triton_backend.descriptor, version="1", capabilities=offer), []
+    for heads, size in ((128, 576), (128, 320), (16, 576)):
+        changes = {"num_heads": heads, "num_kv_heads": 1, "head_size": size, "head_size_v": size - 64, "mla": True}
+        asked = request(layer(0, kv_kind="mla", **changes), device=evolve(GPU, compute_capability=capability))
+        plan = negotiate(asked, [item], [spec("mla", kv_kinds=Set(("mla",)))])
+        assert plan.block_size is not None
+        sizes.append(plan.block_size)
+    return offer.priority_reason, sizes
+
+
 @pytest.mark.usefixtures("c_compiler")
-def test_explain_says_where_hopper_s_own_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written in Gluon, which changes with each release of Triton: it is used with the one that it was run with."""
-    for release, capability, expected in (("3.6.0", (9, 0), True), ("3.9.0", (9, 0), False), ("3.6.0", (8, 0), False)):
-        monkeypatch.setattr(hopper, "version", lambda _, release=release: release)
-        offer = probe(triton_backend.descriptor, evolve(GPU, compute_capability=capability))
-        assert ("Hopper's own kernel" in offer.priority_reason) == expected
-        for heads, size in ((128, 576), (128, 320), (16, 576)):
-            changes = {"num_heads": heads, "num_kv_heads": 1, "head_size": size, "head_size_v": size - 64, "mla": True}
-            asked = request(layer(0, kv_kind="mla", **changes), device=evolve(GPU, compute_capability=capability))
-            item = Candidate(descriptor=triton_backend.descriptor, version="1", capabilities=offer)
-            plan = negotiate(asked, [item], [spec("mla", kv_kinds=Set(("mla",)))])
-            assert plan.block_size == (64 if expected and size == 576 else 16)
+def test_explain_says_where_hopper_s_own_kernels_serve() -> None:
+    reason, sizes = explained((9, 0))
+    assert "Hopper's own kernels for prompts, single tokens, and latents of 512 + 64" in reason
+    assert sizes == [64, 16, 64]
+    reason, sizes = explained((8, 0))
+    assert "Hopper" not in reason
+    assert sizes == [16, 16, 16]
+
+
+@pytest.mark.usefixtures("c_compiler", "gluon_of_triton_3_5")
+def test_explain_and_one_warning_name_the_kernels_that_triton_lacks_names_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, sizes = explained((9, 0))
+    assert sizes == [16, 16, 16]
+    assert "latents of 512 + 64 are not used: triton" in reason
+    assert "mma_v2" in reason
+    assert "pip install 'triton>=3.6'" in reason
+    assert "Hopper" not in explained((8, 0))[0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    hopper._warn.cache_clear()
+    assert not any(hopper.device_has_hopper_kernels("cuda:0") for _ in range(3))
+    (message,) = [record.getMessage() for record in caplog.records if "Hopper" in record.getMessage()]
+    assert "mma_v2" in message
+    assert "prompts, single tokens" in message
 
 
 def plan_of(requests: tuple[tuple[int, int], ...], num_heads: int) -> Any:

@@ -73,6 +73,7 @@ def test_hopper_has_a_kernel_of_its_own_for_these_sizes() -> None:
     assert backend._hopper is not None
     world.run(backend)
     assert len(backend._hopper._rows) == 1  # it was launched
+    assert not backend._hopper._launch.failed
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -57,7 +57,7 @@ def launched(backend: TritonBackend) -> bool:
     if (hopper := backend._prompts._hopper) is None:
         return False
     assert hopper._counter.item() == 0
-    return bool(hopper._launch._launches)
+    return bool(hopper._launch.launch._launches)
 
 
 @pytest.mark.parametrize("case", CASES)

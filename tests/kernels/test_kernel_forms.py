@@ -24,7 +24,8 @@ REHEARSALS = ("rehearsal,192,24,400", "rehearsal,1024,70,500", "rehearsal,16,3,1
 def reports() -> Mapping[str, list[str]]:
     """By kind: the lines of its report. One process makes all, since to import what they need takes the longest."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(PROGRAM), *LEAST, *REHEARSALS]
+    # What fails to compile comes first: kernels that were compiled are not compiled again.
+    command = [sys.executable, str(PROGRAM), "uncompiled", *LEAST, *REHEARSALS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     parts = done.stdout.removeprefix("== ").split("== ")
@@ -39,6 +40,15 @@ def test_batches_of_all_sizes_share_their_kernels(reports: Mapping[str, list[str
 @pytest.mark.parametrize("limits", REHEARSALS)
 def test_steps_launch_nothing_that_was_not_rehearsed(reports: Mapping[str, list[str]], limits: str) -> None:
     assert forms(reports[limits]) >= 8
+
+
+def test_a_kernel_for_hopper_that_is_not_compiled_gives_way_and_one_warning_says_why(
+    reports: Mapping[str, list[str]],
+) -> None:
+    launched, *warnings = reports["uncompiled"]
+    assert launched == "launched: False, False"
+    (warning,) = warnings
+    assert re.match(r"Hopper's own kernels for single tokens are not used, .*: triton 3\.\d+.* not compile", warning)
 
 
 def forms(report: list[str]) -> int:

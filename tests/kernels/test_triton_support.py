@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,16 @@ def test_a_missing_compiler_is_the_reason_with_its_remedy(name: str) -> None:
     reason = PLUGINS[name].probe(GPU)
     assert "finds no C compiler: gcc or clang; install one, or name it in the environment variable CC" in reason
     assert PLUGINS[name].probe(CPU) == PLUGINS[name].descriptor.capabilities
+
+
+def test_products_and_sums_stay_fused_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    for given, expected in ((None, "1"), ("0", "0")):
+        monkeypatch.delenv(triton_support.FUSION, raising=False)
+        if given is not None:
+            monkeypatch.setenv(triton_support.FUSION, given)
+        triton_support.why_no_triton()
+        assert os.environ[triton_support.FUSION] == expected
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -11,6 +11,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from logging import getLogger
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -144,6 +147,19 @@ def hopper() -> None:
     assert len(missing) == 3
 
 
+def uncompiled() -> None:
+    """Whether a kernel for Hopper that Triton fails to compile was launched, asked twice, and what is said of it."""
+    from slotline.backends.triton import decode_hopper
+
+    launch, said = hopper_decodes(1), QueueHandler(SimpleQueue())
+    getLogger("slotline").addHandler(said)
+    asked, triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_cache_hook, None
+    kept, decode_hopper.load_rows = decode_hopper.load_rows, object()
+    sys.stdout.write(f"launched: {launch()}, {launch()}\n")
+    decode_hopper.load_rows, triton.knobs.runtime.jit_cache_hook = kept, asked
+    sys.stdout.writelines(f"{said.queue.get().getMessage()}\n" for _ in range(said.queue.qsize()))
+
+
 def hopper_latents(n: int) -> Callable[[], bool]:
     """Latents of requests and prompts; the last of the launches, to be made again."""
     from slotline.backends.triton.latent_hopper import HopperLatents
@@ -267,6 +283,9 @@ def report(kind: str, *limits: str) -> None:
         logits()
     elif kind == "hopper":
         hopper()
+    elif kind == "uncompiled":
+        uncompiled()
+        return
     elif kind == "latents":
         attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
     else:

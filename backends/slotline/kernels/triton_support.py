@@ -15,6 +15,10 @@ from slotline.kernels.kernel_files import kernel_folder
 
 logger = logging.getLogger("slotline")
 
+FUSION = "TRITON_DEFAULT_FP_FUSION"
+"""Triton reads this for each kernel: whether a product and a sum become one instruction. Up to 3.9 they do by default,
+and our kernels' speed and bits depend on it. From 3.10 on they do not, which 3.9 warns of."""
+
 
 @cache
 def has_triton() -> bool:
@@ -32,10 +36,11 @@ def why_no_triton() -> str | None:
     """Return the reason why Triton's kernels cannot run on a GPU here, and a fix. None if they can.
 
     The compiler is searched like in Triton (`triton.runtime.build`). If Triton's own folder cannot be written, it gets
-    another one.
+    another one. Products and sums stay fused (`FUSION`).
     """
     if find_spec("triton") is None:
         return "the package triton is not installed; `pip install triton` makes it available"
+    os.environ.setdefault(FUSION, "1")
     named = os.environ.get("CC")
     if (which(named) if named is not None else which("gcc") or which("clang")) or _builds_otherwise():
         return _why_no_folder()

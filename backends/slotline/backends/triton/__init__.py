@@ -8,7 +8,7 @@ from typing import Any, Literal
 from attrs import evolve, frozen
 
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
-from slotline.kernels.gluon_support import has_hopper_kernels
+from slotline.kernels.gluon_support import HOPPER, SERVED, has_hopper_kernels, why_no_gluon
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
@@ -44,8 +44,9 @@ class TritonOptions:
     Attributes:
         prompts: source of the keys of a prompt that begins in this step. ``step`` reads the step's own tensors if the
             device's copy engine can fetch them (Hopper and newer). ``pages`` reads the cache, as for all others.
-        decodes: kernel for requests with one query token each. ``hopper`` uses Hopper's own kernel with Triton 3.6 if
-            it is faster for their number, and otherwise the common kernel. ``common`` always uses the common kernel.
+        decodes: kernel for requests with one query token each. ``hopper`` uses Hopper's own kernel if Triton
+            compiles it and it is faster for their number, and otherwise the common kernel. ``common`` always uses the
+            common kernel.
     """
 
     prompts: Literal["step", "pages"] = "step"
@@ -59,11 +60,14 @@ def probe(device: DeviceInfo) -> Any:
     if device.compute_capability is not None and device.compute_capability < E4M3:
         pairs = descriptor.capabilities.dtypes.values or ()
         return evolve(descriptor.capabilities, dtypes=Set(pair for pair in pairs if pair[1] != "float8_e4m3fn"))
+    offer = descriptor.capabilities
     if has_hopper_kernels(device.compute_capability):
-        offer = descriptor.capabilities
-        reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, single tokens, and latents of 512 + 64"
+        reason = f"{offer.priority_reason}; Hopper's own kernels for {SERVED}"
         return evolve(offer, priority_reason=reason, limits=(*offer.limits, HOPPER_BLOCKS))
-    return descriptor.capabilities
+    if device.compute_capability is not None and device.compute_capability[0] == HOPPER:
+        reason = f"{offer.priority_reason}; Hopper's own kernels for {SERVED} are not used: {why_no_gluon()}"
+        return evolve(offer, priority_reason=reason)
+    return offer
 
 
 descriptor = Descriptor(

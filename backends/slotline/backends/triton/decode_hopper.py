@@ -14,13 +14,10 @@ warps to wait for, saves energy, which limits a card's speed. docs/performance.m
 from __future__ import annotations
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slotline.backends.triton.kernels import LOG2E
-from slotline.kernels.gluon_compat import load_rows
+from slotline.kernels.gluon_compat import async_copy, gdc_launch_dependents, gdc_wait, gl, gluon, load_rows, mma_v2
+from slotline.kernels.gluon_support import HopperLaunch
 from slotline.kernels.triton_launcher import Launcher
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 
@@ -270,7 +267,8 @@ class HopperDecodes:
     def __init__(self, context: AttentionContext, cores: int) -> None:
         layer = context.layers[0]
         self._group, self._page, self._cores = layer.num_heads // layer.num_kv_heads, context.kernel_block_size, cores
-        self._kv_heads, self._launch = layer.num_kv_heads, Launcher(attend_decodes)
+        self._kv_heads = layer.num_kv_heads
+        self._launch = HopperLaunch("single tokens", Launcher(attend_decodes))
         self._counter = torch.zeros(1, dtype=torch.int32, device=context.device)
 
     @staticmethod
@@ -303,12 +301,12 @@ class HopperDecodes:
         """Compute attention of the batch's first requests, which have one query token each.
 
         Results go to `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]. Return False and do nothing if rows
-        of queries, keys or values are not at multiples of 32 bytes.
+        of queries, keys or values are not at multiples of 32 bytes, or Triton cannot compile the kernel.
         """
         if not all(map(_lies_even, (query, cache.key, cache.value))):
             return False
         work, early = requests * self._kv_heads, query.is_cuda
-        self._launch(
+        return self._launch(
             (min(RESIDENT * self._cores, work),),
             query,
             cache.key,
@@ -339,7 +337,6 @@ class HopperDecodes:
             num_warps=1,
             **({"launch_pdl": True} if early else {}),
         )
-        return True
 
 
 def _lies_even(tensor: torch.Tensor) -> bool:

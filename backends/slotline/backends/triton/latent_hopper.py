@@ -14,20 +14,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from slotline.backends.triton.kernels import LOG2E
+from slotline.backends.triton.latent_kernels import _find_request
+from slotline.kernels.gluon_compat import (
+    TensorDescriptor,
     fence_async_shared,
+    gl,
+    gluon,
+    load_box,
     mbarrier,
+    reinterpret,
+    thread_barrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from slotline.backends.triton.kernels import LOG2E
-from slotline.backends.triton.latent_kernels import _find_request
-from slotline.kernels.gluon_compat import load_box, thread_barrier
+from slotline.kernels.gluon_support import HopperLaunch
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ def _copy(half, narrow, rows, column, ready, target, page: gl.constexpr):
     if page >= 64:
         load_box(half, [rows[0], column], ready, target)
     else:
-        pieces = target._reinterpret(gl.bfloat16, [256 // page, page, 64], narrow.layout)
+        pieces = reinterpret(target, [256 // page, page, 64], narrow)
         for part in gl.static_range(64 // page):
             for quarter in gl.static_range(4):
                 piece = pieces.index(quarter * (64 // page) + part)
@@ -70,7 +73,7 @@ def _load(
         if page >= 64:
             load_box(narrow, [rows[0], 512], ready, ropes.index(place))
         else:
-            pieces = ropes.index(place)._reinterpret(gl.bfloat16, [64 // page, page, 64], narrow.layout)
+            pieces = reinterpret(ropes.index(place), [64 // page, page, 64], narrow)
             for part in gl.static_range(64 // page):
                 load_box(narrow, [rows[part], 512], ready, pieces.index(part))
         mbarrier.wait(empty.index(place + 2), phase)
@@ -370,7 +373,7 @@ class HopperLatents:
     """Launches the kernel for a group of layers whose blocks have `page` tokens: 16, 32 or a multiple of 64."""
 
     def __init__(self, page: int) -> None:
-        self._page = page
+        self._page, self._launch = page, HopperLaunch("latents", _launch)
         self._rows: dict[int, tuple[TensorDescriptor, TensorDescriptor, int]] = {}  # of caches, by address
 
     def attend(
@@ -385,12 +388,16 @@ class HopperLatents:
         parts: torch.Tensor,
         norms: torch.Tensor,
     ) -> bool:
-        """Do one launch of `TritonLatents`. Return False and do nothing if the copy engine cannot read the cache."""
+        """Do one launch of `TritonLatents`.
+
+        Return False and do nothing if the copy engine cannot read the cache, or Triton cannot compile the kernel.
+        """
         block, token = cache.key.stride()[:2]
         if block % token or token % 8 or cache.key.data_ptr() % 16:
             return False  # blocks do not lie a whole number of rows apart, as in a pool that groups share
         half, narrow, per_block = self._described(cache.key)
-        attend_latents[(launch.blocks, launch.splits)](
+        return self._launch(
+            (launch.blocks, launch.splits),
             query,
             half,
             narrow,
@@ -418,7 +425,6 @@ class HopperLatents:
             split=launch.splits > 1,
             num_warps=8,
         )
-        return True
 
     def _described(self, latents: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor, int]:
         """Return descriptors of a cache's rows for tiles of latents and of the rest, and the row distance of blocks."""
@@ -431,3 +437,8 @@ class HopperLatents:
             half, narrow = (TensorDescriptor.from_tensor(rows, [box, width], layout) for width in (256, 64))
             self._rows[latents.data_ptr()] = half, narrow, block // token
         return self._rows[latents.data_ptr()]
+
+
+def _launch(grid, *arguments, **options):
+    """Launch the kernel: its arguments are of few kinds, and Triton's own look at them costs little beside its work."""
+    attend_latents[grid](*arguments, **options)

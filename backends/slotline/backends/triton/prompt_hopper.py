@@ -16,18 +16,20 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from slotline.backends.triton.kernels import LOG2E, _find_request
+from slotline.kernels.gluon_compat import (
+    TensorDescriptor,
     fence_async_shared,
+    gl,
+    gluon,
+    load_box,
     mbarrier,
+    thread_barrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from slotline.backends.triton.kernels import LOG2E, _find_request
-from slotline.kernels.gluon_compat import load_box, thread_barrier
+from slotline.kernels.gluon_support import HopperLaunch
 from slotline.kernels.triton_launcher import Boxes, Launcher
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer
 
@@ -394,7 +396,8 @@ class HopperPrompts:
     """
 
     def __init__(self, group: int, device: str, cores: int) -> None:
-        self._group, self._launch, self._cores = group, Launcher(attend_prompts), cores
+        self._group, self._cores = group, cores
+        self._launch = HopperLaunch("prompts", Launcher(attend_prompts))
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         rows, layer = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3))
         self._boxes = Boxes((TILE, SIZE), partial(TensorDescriptor, layout=rows))
@@ -413,13 +416,14 @@ class HopperPrompts:
     ) -> bool:
         """Do the work of `PromptAttention.forward`.
 
-        Return False and do nothing if prompts are short or the copy engine cannot read the queries.
+        Return False and do nothing if prompts are short, the copy engine cannot read the queries, or Triton cannot
+        compile the kernel.
         """
         prompts = launch.end - launch.first
         if launch.tokens < SHORT * prompts or query.data_ptr() % 16 or any(n % 8 for n in query.stride()[:2]):
             return False
         blocks, kv_heads = launch.tokens * self._group // ROWS + prompts, layer.num_kv_heads
-        self._launch(
+        return self._launch(
             (min(self._cores, blocks * kv_heads),),
             self._query_boxes(query, tuple(query.shape), query.stride()),
             *(self._boxes(t, (t.shape[0], kv_heads * SIZE), (t.stride(0), 1)) for t in (key, value)),
@@ -440,4 +444,3 @@ class HopperPrompts:
             TILE,
             num_warps=4,
         )
-        return True
