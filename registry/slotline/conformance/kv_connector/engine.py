@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import attrs
 
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import NegotiationError
@@ -32,6 +35,7 @@ def engine_text(run: Run) -> None:
     assert plain.plan.pool is not None
     settings["cache.memory"] = f"{9 * plain.plan.pool.block_bytes // 1024}KiB"
     settings |= {"kv_connector.name": run.subject.name, "plugins.inline": selection(run.subject)}
+    settings |= {f"kv_connector.{run.subject.name}.{key}": value for key, value in _asked(run.subject.options)}
     folder = TemporaryDirectory(prefix="slotline-suite-")
     if option := run.subject.capabilities.folder:
         settings[f"kv_connector.{run.subject.name}.{option}"] = folder.name
@@ -48,3 +52,11 @@ def engine_text(run: Run) -> None:
     if not loaded:
         raise Failed("no block came back from the connector, though the pool had lost it")
     run.measured["loaded"] = loaded
+
+
+def _asked(options: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the options that differ from their defaults, by name."""
+    if options is not None and attrs.has(type(options)):
+        for one in attrs.fields(type(options)):
+            if (value := getattr(options, one.name)) != one.default:
+                yield one.name, value

@@ -129,10 +129,10 @@ def read_block(
         got, size = transport.get(handle, header, data)
     finally:
         os.close(handle)
-    return _fault(bytes(header), got, size, key, identity, data)
+    return fault_of(bytes(header), got, size, key, identity, data)
 
 
-def _fault(header: bytes, got: int, size: int, key: Key, identity: str, data: Bytes) -> Fault | None:
+def fault_of(header: bytes, got: int, size: int, key: Key, identity: str, data: Bytes) -> Fault | None:
     """Return what is wrong with a file of `size` bytes, of which `got` were read."""
     if got < HEADER_BYTES:
         return Fault.TRUNCATED
