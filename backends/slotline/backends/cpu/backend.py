@@ -16,6 +16,7 @@ from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
+from slotline.backends.cpu.tiles import TILE
 from slotline.backends.keys_ahead import through_torch
 from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
@@ -76,13 +77,11 @@ class CpuBackend:
         self._sizes = layer.head_size, layer.head_size_v
         coded = context.cache_format != PLAIN
         self._store = (kernels.compile_encode if coded else kernels.compile_store)(*self._sizes)
-        self._rotates = cache_codes.is_rotated(getattr(torch, context.kv_dtype))
-        if self._rotates:  # two codes are in a byte
-            self._sizes = layer.head_size + layer.head_size % 2, layer.head_size_v + layer.head_size_v % 2
+        rotates = cache_codes.is_rotated(getattr(torch, context.kv_dtype))
+        sizes = [size + size % 2 if rotates else size for size in self._sizes]  # two codes are in a byte
         rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
-        width = sum(self._sizes) + kernels.TILE + 2
-        self._work = np.empty((self._threads, rows * width), np.float32)
-        self._parts = np.empty((2 * self._threads, rows * (self._sizes[1] + 2)), np.float32)
+        self._work = np.empty((self._threads, rows * (sum(sizes) + TILE + 2)), np.float32)
+        self._parts = np.empty((2 * self._threads, rows * (sizes[1] + 2)), np.float32)
         self._room = [told for room in (self._work, self._parts) for told in (room.ctypes.data, room.shape[1])]
 
     def plan(self, batch: AttentionBatch) -> Plan:
@@ -174,8 +173,7 @@ class CpuBackend:
         lse: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        query = _halved(cache_codes.rotate(query)) if self._rotates else query
-        target = query.new_empty(*out.shape[:2], self._sizes[1]) if self._rotates else _packed(out)  # or out itself
+        target = _packed(out)  # or out itself
         logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
         told = (
             *plan.told,
@@ -185,19 +183,8 @@ class CpuBackend:
         )
         compiled = kernels.compile_attend(*self._sizes, query.dtype, bound.cache.key.dtype)
         kernels.attend(compiled.address, np.array(told, np.int64), self._threads)
-        if self._rotates:
-            self._rotate_back(plan, target, out)
-        elif target is not out:
+        if target is not out:
             out.copy_(target)
-
-    def _rotate_back(self, plan: Plan, target: torch.Tensor, out: torch.Tensor) -> None:
-        """Rotate the kernel's rows of `target` [tokens, H, Dv rounded up] back, into `out` [tokens, H, Dv]."""
-        pieces = plan.arrays[1]
-        first, lens = pieces[:, kernels.FIRST_TOKEN], pieces[:, kernels.QUERY_LEN]
-        before = np.cumsum(lens) - lens
-        rows = torch.from_numpy(np.repeat(first - before, lens) + np.arange(int(lens.sum())))
-        both = target[rows].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)[..., : out.shape[2]]
-        out[rows] = cache_codes.rotate(both).to(out.dtype)
 
     def _bind(self, layer: AttentionLayer, cache: LayerCache) -> Bound:
         bound = self._bound.get(layer.index)
@@ -228,12 +215,6 @@ def _trees(batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[i
     sees, depths = (np.ascontiguousarray(part.numpy()) for part in batch.tree[:2])
     most, own = depths.shape[-1], depths.ndim > 1
     return (sees, depths), (sees.ctypes.data, most * most * own, depths.ctypes.data, most * own, most)
-
-
-def _halved(vectors: torch.Tensor) -> torch.Tensor:
-    """Return vectors [..., D] with the even elements in front of the odd ones, and a zero behind if D is odd."""
-    even = torch.nn.functional.pad(vectors, (0, vectors.shape[-1] % 2))
-    return even.reshape(*even.shape[:-1], even.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
 Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
 detour. Facts for the compiler are passed as *tags*, empty arrays that are passed only for their type. An element tag is
 float32, uint16 for bfloat16, int16 for float16, int8, or uint8 for float8_e4m3fn and for two codes of four bits. A size
-tag of n has the type ``S<n>``, so n is a constant. One of them says how many codes are in an element of the cache.
+tag of n has the type ``S<n>``, so n is a constant.
 
-All functions stay in this file, because the cache on disk notices a change of the file with a function, but not of the
-files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what slices could:
-both halve the time to compile. A function that is called in one place and holds most of the others is inlined before it
-is compiled, or LLVM would optimise its code once more by itself: a tenth of the time. Attention is compiled for one
-thread and called by its address from a loop over threads that is compiled once: inside a parallel loop everything would
-be typed and optimised twice.
+All functions but those that the entry points get from `tiles` stay in this file, because the cache on disk notices a
+change of the file with a function and of what its closure holds, but not of other files. Only entry points are cached
+and get a wrapper for Python, and loops copy what slices could: both halve the time to compile. A function that is
+called in one place and holds most of the others is inlined before it is compiled, or LLVM would optimise its code once
+more by itself: a tenth of the time. Attention is compiled for one thread and called by its address from a loop over
+threads that is compiled once: inside a parallel loop everything would be typed and optimised twice.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -28,10 +28,10 @@ from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
 from slotline.backends.cache_codes import is_rotated
+from slotline.backends.cpu import tiles
+from slotline.backends.cpu.tiles import KEYS_AT_ONCE, MOST_WHOLE, TILE
 from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
-TILE = 32
-"""Keys whose scores are computed before the running maximum is brought up to date once."""
 MIN_SPLIT = 64
 """Fewest keys that are worth a thread of their own."""
 NO_SCORE = np.float32(-1e30)
@@ -46,6 +46,15 @@ TAGS = {
     torch.uint8: np.empty(0, np.uint8),
 }
 """The element tag of each dtype."""
+KINDS = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.uint8: "int4",
+}
+"""The kind of stored elements of each dtype, as `tiles.BYTES` has it."""
 NO_SINKS = np.empty(0, np.float32)
 NO_SLOPES = np.empty(0, np.float32)
 
@@ -130,21 +139,6 @@ def _widen(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
 
     return types.float32(value), codegen
-
-
-@intrinsic
-def _code(typingctx: Any, value: Any, upper: Any) -> Any:
-    """Return the code of four bits in the lower half of a byte, or in the upper half, as float32. 0 of other types."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if value != types.uint8:
-            return ir.Constant(ir.FloatType(), 0.0)
-        word = ir.IntType(32)
-        shift = builder.mul(builder.trunc(args[1], word), ir.Constant(word, 4))
-        bits = builder.and_(builder.lshr(builder.zext(args[0], word), shift), ir.Constant(word, 15))
-        return builder.sitofp(builder.sub(bits, ir.Constant(word, 8)), ir.FloatType())
-
-    return types.float32(value, types.int64), codegen
 
 
 @intrinsic
@@ -299,42 +293,8 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: A
 
 
 @_inner(fastmath=True)
-def _score_tile(
-    query: Any, scores: Any, offsets: Any, keys: Any, count: Any, num_rows: Any, size_tag: Any, codes_tag: Any
-) -> None:
-    """Compute dot products of query vectors with `count` keys, into scores [num_rows, TILE].
-
-    If an element holds two codes, a query has its even elements in front of the odd ones.
-    """
-    size = _size(size_tag)
-    if _size(codes_tag) == 2:
-        half = size // 2
-        for j in range(count):
-            at = offsets[j]
-            packed = keys[at : at + half]
-            for row in range(num_rows):
-                even, odd = query[row * size : row * size + half], query[row * size + half : row * size + size]
-                total = np.float32(0.0)
-                for d in range(half):
-                    total += even[d] * _code(packed[d], 0) + odd[d] * _code(packed[d], 1)
-                scores[row * TILE + j] = total
-        return
-    for j in range(count):
-        at = offsets[j]
-        key = keys[at : at + size]
-        for row in range(num_rows):
-            vector = query[row * size : row * size + size]
-            total = np.float32(0.0)
-            for d in range(size):
-                total += vector[d] * _widen(key[d])
-            scores[row * TILE + j] = total
-
-
-@_inner(fastmath=True)
-def _soften_tile(
-    scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any, hidden: Any
-) -> None:
-    """Turn one row of scores [TILE], visible from `low` to `high`, into weights, and update top, norm and acc.
+def _mask_row(scores: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any, hidden: Any) -> None:
+    """Hide what one row of scores [TILE], visible from `low` to `high`, does not see, after soft cap and slope.
 
     Keys that are `hidden` [high or 0] are not visible either.
     `own` is the index in the tile of the row's own key, from which ALiBi's `slope` counts.
@@ -352,124 +312,97 @@ def _soften_tile(
     for j in range(hidden.shape[0]):
         if hidden[j]:
             scores[j] = NO_SCORE
-    best = top[0]
-    for j in range(TILE):
-        best = max(best, scores[j])
-    if best > top[0]:
-        shrink = _exp(top[0] - best)
-        top[0] = best
-        norm[0] *= shrink
-        for d in range(acc.shape[0]):
-            acc[d] *= shrink
-    total = np.float32(0.0)
-    for j in range(TILE):
-        weight = _exp(scores[j] - best)
-        scores[j] = weight
-        total += weight
-    norm[0] += total
 
 
 @_inner(fastmath=True)
-def _add_values(
-    scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any, codes_tag: Any
+def _find_tile(
+    table: Any, at: Any, count: Any, shape: Any, head: Any, offsets: Any, all_scales: Any, factors: Any
 ) -> None:
-    """Add weights @ values to acc [num_rows, size], four keys at a time so that acc is loaded a quarter as often.
+    """Write the offsets in the cache [2, TILE], in elements, of keys `at` .. `at + count` and their values.
 
-    If an element holds two codes, acc gets the even elements in front of the odd ones.
+    Behind the last come copies of it, up to a multiple of `KEYS_AT_ONCE`. Scales become factors [2, TILE], which stay
+    ones without scales.
     """
-    size = _size(size_tag)
-    j = 0
-    if _size(codes_tag) == 2:
-        half = size // 2
-        for j in range(count):
-            packed = values[offsets[j] : offsets[j] + half]
-            for row in range(num_rows):
-                weight = scores[row * TILE + j]
-                even, odd = acc[row * size : row * size + half], acc[row * size + half : row * size + size]
-                for d in range(half):
-                    even[d] += weight * _code(packed[d], 0)
-                    odd[d] += weight * _code(packed[d], 1)
-        return
-    while j + 4 <= count:
-        a, b, c, e = offsets[j], offsets[j + 1], offsets[j + 2], offsets[j + 3]
-        va, vb, vc, ve = values[a : a + size], values[b : b + size], values[c : c + size], values[e : e + size]
-        for row in range(num_rows):
-            at = row * TILE + j
-            wa, wb, wc, we = scores[at], scores[at + 1], scores[at + 2], scores[at + 3]
-            sums = acc[row * size : row * size + size]
-            for d in range(size):
-                sums[d] += wa * _widen(va[d]) + wb * _widen(vb[d]) + wc * _widen(vc[d]) + we * _widen(ve[d])
-        j += 4
+    block_size = shape[BLOCK]
+    key_scales, value_scales = all_scales
+    k_token, v_token, ks_token, vs_token = shape[K_TOKEN], shape[V_TOKEN], shape[KS_TOKEN], shape[VS_TOKEN]
+    block = at // block_size
+    offset, j = at - block * block_size, 0
     while j < count:
-        value = values[offsets[j] : offsets[j] + size]
-        for row in range(num_rows):
-            weight = scores[row * TILE + j]
-            sums = acc[row * size : row * size + size]
-            for d in range(size):
-                sums[d] += weight * _widen(value[d])
-        j += 1
+        number, end = np.int64(table[block]), min(count, j + block_size - offset)
+        key = number * shape[K_BLOCK] + head * shape[K_HEAD] + (offset - j) * k_token
+        value = number * shape[V_BLOCK] + head * shape[V_HEAD] + (offset - j) * v_token
+        for place in range(j, end):
+            offsets[place], offsets[TILE + place] = key + place * k_token, value + place * v_token
+        if shape[SCALED]:
+            key = number * shape[KS_BLOCK] + head * shape[KS_HEAD] + (offset - j) * ks_token
+            value = number * shape[VS_BLOCK] + head * shape[VS_HEAD] + (offset - j) * vs_token
+            for place in range(j, end):
+                factors[place] = key_scales[key + place * ks_token]
+                factors[TILE + place] = value_scales[value + place * vs_token]
+        block, offset, j = block + 1, 0, end
+    for j in range(count, (count + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE):
+        offsets[j], offsets[TILE + j] = offsets[count - 1], offsets[TILE + count - 1]
 
 
 @_inner(fastmath=True)
-def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any) -> None:
-    """Return the offsets in the cache, in elements, of keys `at` .. `at + count` and their values."""
-    block_size, k_head, v_head = shape[BLOCK], head * shape[K_HEAD], head * shape[V_HEAD]
-    block = at // block_size
-    offset = at - block * block_size
-    for j in range(count):
-        number = np.int64(table[block])
-        k_offsets[j] = number * shape[K_BLOCK] + offset * shape[K_TOKEN] + k_head
-        v_offsets[j] = number * shape[V_BLOCK] + offset * shape[V_TOKEN] + v_head
-        offset += 1
-        if offset == block_size:
-            offset = 0
-            block += 1
+def _round_rows(source: Any, target: Any, scales: Any, num_rows: Any, size: Any) -> None:
+    """Round rows [num_rows, size] of float32 to int16 with a scale for each."""
+    for row in range(num_rows):
+        part, rounded = source[row * size : row * size + size], target[row * size : row * size + size]
+        largest = np.float32(0.0)
+        for d in range(size):
+            largest = max(largest, abs(part[d]))
+        factor = np.float32(MOST_WHOLE) / largest if largest > np.float32(1e-30) else np.float32(0.0)
+        scales[row] = largest / np.float32(MOST_WHOLE)
+        for d in range(size):
+            rounded[d] = np.int16(np.int32(np.floor(part[d] * factor + np.float32(0.5))))
 
 
-@_inner(fastmath=True)
-def _scale_tile(
-    scores: Any, table: Any, at: Any, count: Any, shape: Any, first: Any, head: Any, scales: Any, num_rows: Any
-) -> None:
-    """Multiply scores [num_rows, TILE] by the scales of keys `at` .. `at + count`, whose strides begin at `first`."""
-    block_size, of_head = shape[BLOCK], head * shape[first + 2]
-    block = at // block_size
-    offset = at - block * block_size
-    for j in range(count):
-        scale = scales[np.int64(table[block]) * shape[first] + offset * shape[first + 1] + of_head]
-        for row in range(num_rows):
-            scores[row * TILE + j] *= scale
-        offset += 1
-        if offset == block_size:
-            offset = 0
-            block += 1
+@_inner()
+def _width(size_tag: Any, rotated: Any) -> Any:
+    """Return the elements of a vector in the kernel: two rotated codes are in a byte."""
+    size = _size(size_tag)
+    return size + size % 2 if rotated else size
 
 
 @_inlined()
 def _run_item(
-    item: Any, piece: Any, table: Any, trees: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any
+    item: Any,
+    piece: Any,
+    table: Any,
+    trees: Any,
+    layer: Any,
+    cache: Any,
+    work: Any,
+    result: Any,
+    tags: Any,
+    score: Any,
+    soften: Any,
+    add: Any,
 ) -> None:
     """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised."""
     shape, scalars, _, slopes = layer
     keys, values, key_scales, value_scales = cache
-    query, scores, offsets = work
+    query, scores, offsets, factors, rounded, weights, scales = work
     acc, top, norm = result
-    size_tag, size_v_tag, codes_tag = tags
-    size_v = _size(size_v_tag)
+    size_v, whole, whole_values = tags
     rows, head, window, group = piece[QUERY_LEN], item[HEAD], shape[WINDOW], shape[GROUP]
     for row in range(rows * group):
         top[row], norm[row] = NO_SCORE, np.float32(0.0)
     for x in range(rows * group * size_v):
         acc[x] = np.float32(0.0)
-    k_offsets, v_offsets = offsets[:TILE], offsets[TILE:]
+    of_query, of_scores = rounded.ctypes.data if whole else query.ctypes.data, scores.ctypes.data
+    of_keys, of_values = offsets.ctypes.data, offsets.ctypes.data + TILE * 8
+    of_factors, of_weights = factors.ctypes.data, weights.ctypes.data if whole_values else of_scores
+    of_acc, of_top, of_norm = acc.ctypes.data, top.ctypes.data, norm.ctypes.data
     sees, depths, num_nodes = trees
     known = piece[KNOWN]
     hidden = np.zeros(TILE, np.bool_)
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
-        _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
-        _score_tile(query, scores, k_offsets, keys, count, rows * group, size_tag, codes_tag)
-        if shape[SCALED]:
-            _scale_tile(scores, table, at, count, shape, KS_BLOCK, head, key_scales, rows * group)
+        _find_tile(table, at, count, shape, head, offsets, (key_scales, value_scales), factors)
+        score(of_query, keys.ctypes.data, of_keys, of_scores, scales.ctypes.data, of_factors, count, rows * group)
         for i in range(rows):
             last = piece[END] - rows + i
             high = min(count, last + 1 - at)
@@ -486,34 +419,67 @@ def _run_item(
                 line = scores[row * TILE : row * TILE + TILE]
                 if low >= high:
                     for j in range(TILE):
-                        line[j] = np.float32(0.0)
-                else:
-                    sums = acc[row * size_v : row * size_v + size_v]
-                    slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
-                    best, total = top[row : row + 1], norm[row : row + 1]
-                    _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at, hidden[:masked])
-        if shape[SCALED]:
-            _scale_tile(scores, table, at, count, shape, VS_BLOCK, head, value_scales, rows * group)
-        _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag, codes_tag)
+                        line[j], weights[row * TILE + j] = np.float32(0.0), 0
+                    continue
+                slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
+                _mask_row(line, low, high, scalars[1], slope, last - at, hidden[:masked])
+                soften(
+                    *(of_scores + row * TILE * 4, of_top + row * 4, of_norm + row * 4, of_acc + row * size_v * 4),
+                    *(of_factors + TILE * 4, weights.ctypes.data + row * TILE * 2),
+                )
+        add(of_weights, of_acc, values.ctypes.data, of_values, of_scores, count, rows * group)
 
 
 @_inner(fastmath=True)
-def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, width: Any) -> None:
-    """Load the query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
+def _rotate(vector: Any, size: Any) -> None:
+    """Rotate a vector in place as `cache_codes.rotate` does."""
+    piece, step = size & -size, 1
+    while step < piece:
+        for begin in range(0, size, 2 * step):
+            for i in range(begin, begin + step):
+                first, second = vector[i], vector[i + step]
+                vector[i], vector[i + step] = first + second, first - second
+        step *= 2
+
+
+@_inner(fastmath=True)
+def _load_query(
+    source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, group: Any, size: Any, rotated: Any
+) -> None:
+    """Load the query vectors of one KV head, widened and scaled: query [rows * group, size] float32.
+
+    Rotated ones have the even elements in front of the odd ones, of which the last is a zero if `size` is odd.
+    """
+    width = size + size % 2 if rotated else size  # as `_width`
+    turned = np.zeros(width, np.float32)
     for i in range(piece[QUERY_LEN]):
-        begin = (piece[FIRST_TOKEN] + i) * stride + head * width
-        part = source[begin : begin + width]
-        target = query[i * width : i * width + width]
-        for x in range(width):
-            target[x] = _widen(part[x]) * scale
+        for g in range(group):
+            begin, row = (piece[FIRST_TOKEN] + i) * stride + (head * group + g) * size, i * group + g
+            part, target = source[begin : begin + size], query[row * width : row * width + width]
+            if rotated:
+                for d in range(size):
+                    turned[d] = _widen(part[d]) * scale
+                _rotate(turned, size)
+                for d in range(width // 2):
+                    target[d], target[width // 2 + d] = turned[2 * d], turned[2 * d + 1]
+            else:
+                for d in range(size):
+                    target[d] = _widen(part[d]) * scale
 
 
 @_inner(fastmath=True)
-def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group: Any, size_tag: Any) -> None:
-    """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp."""
+def _store(
+    piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group: Any, size_tag: Any, coded: Any
+) -> None:
+    """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp.
+
+    `coded` has the factor of the values, and if they are rotated.
+    """
     acc, top, norm = result
     out, out_stride, lse, lse_stride = targets
-    size = _size(size_tag)
+    size, (unit, rotated) = _size(size_tag), coded
+    width = _width(size_tag, rotated)
+    turned = np.empty(width, np.float32)
     for i in range(piece[QUERY_LEN]):
         token = piece[FIRST_TOKEN] + i
         for g in range(group):
@@ -524,10 +490,16 @@ def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: An
                 shrink = _exp(top[row] - best)
                 total = total * shrink + _exp(sinks[query_head] - best)
             lse[query_head * lse_stride + token] = best + np.float32(math.log(total))
-            factor = shrink / total
+            factor = unit * shrink / total
             begin = token * out_stride + query_head * size
             place = out[begin : begin + size]
-            sums = acc[row * size : row * size + size]
+            sums = acc[row * width : row * width + width]
+            if rotated:
+                for d in range(width // 2):
+                    turned[2 * d], turned[2 * d + 1] = sums[d], sums[width // 2 + d]
+                _rotate(turned, size)
+                for d in range(size):
+                    sums[d] = turned[d]
             for d in range(size):
                 place[d] = _narrow(sums[d] * factor, tag)
 
@@ -555,38 +527,72 @@ def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
 
 @_inlined()
 def _run_thread(
-    thread: Any, plan: Any, trees: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any
+    thread: Any,
+    plan: Any,
+    trees: Any,
+    layer: Any,
+    cache: Any,
+    query: Any,
+    targets: Any,
+    tags: Any,
+    score: Any,
+    soften: Any,
+    add: Any,
 ) -> None:
     """Run one thread's items. Finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
-    tag, size_tag, size_v_tag, codes_tag = tags
-    group, size, size_v = layer[0][GROUP], _size(size_tag), _size(size_v_tag)
+    tag, size_tag, size_v_tag, coded, whole, whole_values = tags
+    group, size, size_v = layer[0][GROUP], _width(size_tag, coded[1]), _width(size_v_tag, coded[1])
     source, query_stride = query
     room = work[thread]
     max_rows = parts.shape[1] // (size_v + 2)
     own = _split_result(room, max_rows, size_v)
     rest = room[max_rows * (size_v + 2) :]
-    scratch = (rest[: max_rows * size], rest[max_rows * size : max_rows * (size + TILE)], np.empty(2 * TILE, np.int64))
+    query_rows, scores = rest[: max_rows * size], rest[max_rows * size : max_rows * (size + TILE)]
+    rounded, weights = np.empty(max_rows * size, np.int16), np.empty(max_rows * TILE, np.int16)
+    scales, offsets, factors = (
+        np.empty(max_rows, np.float32),
+        np.empty(2 * TILE, np.int64),
+        np.ones(2 * TILE, np.float32),
+    )
+    scratch = (query_rows, scores, offsets, factors, rounded, weights, scales)
     for index in range(starts[thread], starts[thread + 1]):
         item = items[index]
         piece = pieces[item[PIECE]]
         head, table = item[HEAD], tables[piece[REQUEST]]
-        _load_query(source, piece, head, query_stride, layer[1][0], scratch[0], group * size)
+        _load_query(
+            source, piece, head, query_stride, layer[1][0] * coded[0], query_rows, group, _size(size_tag), coded[1]
+        )
+        if whole:
+            _round_rows(query_rows, rounded, scales, piece[QUERY_LEN] * group, size)
         result = own if item[PARTIAL] < 0 else _split_result(parts[item[PARTIAL]], max_rows, size_v)
         nodes = trees[4]
         see_at, depth_at = piece[REQUEST] * trees[1], piece[REQUEST] * trees[3]
         tree = (trees[0][see_at : see_at + nodes * nodes], trees[2][depth_at : depth_at + nodes], nodes)
-        _run_item(item, piece, table, tree, layer, cache, scratch, result, (size_tag, size_v_tag, codes_tag))
+        _run_item(
+            item,
+            piece,
+            table,
+            tree,
+            layer,
+            cache,
+            scratch,
+            result,
+            (size_v, whole, whole_values),
+            score,
+            soften,
+            add,
+        )
         if item[PARTIAL] < 0:
-            _store(piece, head, result, layer[2], targets, tag, group, size_v_tag)
+            _store(piece, head, result, layer[2], targets, tag, group, size_v_tag, coded)
 
 
 @_inlined()
 def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
     """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
     items, starts, pieces, _, _, parts = plan
-    tag, _, size_v_tag, _ = tags
-    group, size_v = layer[0][GROUP], _size(size_v_tag)
+    tag, _, size_v_tag, coded, _, _ = tags
+    group, size_v = layer[0][GROUP], _width(size_v_tag, coded[1])
     max_rows = parts.shape[1] // (size_v + 2)
     count, index = starts[starts.shape[0] - 1], 0
     while index < count:
@@ -600,7 +606,7 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
             other = _split_result(parts[items[index, PARTIAL]], max_rows, size_v)
             _merge(into, other, piece[QUERY_LEN] * group, size_v)
             index += 1
-        _store(piece, first[HEAD], into, layer[2], targets, tag, group, size_v_tag)
+        _store(piece, first[HEAD], into, layer[2], targets, tag, group, size_v_tag, coded)
 
 
 @_inner()
@@ -705,9 +711,12 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
     partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads] or empty float32,
     query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
     """
-    size_tag, size_v_tag, codes_tag = (
-        np.empty(0, f"S{n}") for n in (size, size_v, 2 if is_rotated(cache_dtype) else 1)
-    )
+    size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
+    kind, short = KINDS[cache_dtype], dtype != torch.float32
+    rotated = is_rotated(cache_dtype)
+    of_keys, of_values = (tiles.form(kind, n + n % 2 if rotated else n, short=short) for n in (size, size_v))
+    score, soften, add = tiles.score_tile(of_keys), tiles.soften_tile(of_values), tiles.add_values(of_values)
+    whole, whole_values, unit = of_keys.whole, of_values.whole, np.float32(tiles.UNIT.get(kind, 1.0))
     q_tag, kv_tag = TAGS[dtype], TAGS[cache_dtype]
     ints, ids, floats, bools = (np.empty(0, kind) for kind in (np.int64, np.int32, np.float32, np.bool_))
 
@@ -744,9 +753,9 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
         query = (carray(_pointer(told[QUERY], q_tag), unbounded), told[QUERY_STRIDE])
         out, lse = carray(_pointer(told[OUT], q_tag), unbounded), carray(_pointer(told[LSE], floats), unbounded)
         targets = (out, told[OUT_STRIDE], lse, told[LSE_STRIDE])
-        tags = (q_tag, size_tag, size_v_tag, codes_tag)
+        tags = (q_tag, size_tag, size_v_tag, (unit, rotated), whole, whole_values)
         if thread >= 0:
-            _run_thread(thread, plan, trees, layer, cache, query, targets, tags)
+            _run_thread(thread, plan, trees, layer, cache, query, targets, tags, score, soften, add)
         else:
             _finish_partials(plan, layer, targets, tags)
 
