@@ -10,6 +10,7 @@ import tiny_models
 import torch
 from engine_driver import random_prompts
 
+from slotline.backends.cuda.copies import CudaCopies
 from slotline.core import LLM, SamplingParams
 from slotline.plugins.kv_transfer import block_copy
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
@@ -45,10 +46,35 @@ def test_blocks_go_to_the_host_and_come_back(staging: int, monkeypatch: pytest.M
         saved, target = target, saved
 
 
+@pytest.mark.behaviour(89, 161)
+@pytest.mark.parametrize("size", [1, 4096, block_copy.BESIDE_BYTES])
+def test_blocks_come_back_beside_computations(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_copy, "BESIDE_BYTES", size)
+    pool = torch.randint(0, 256, (40, 2, 1024), dtype=torch.uint8, device="cuda")
+    copy = CacheBlockCopy([[pool[..., :256], pool[..., 256:1024]]], lambda device: CudaCopies(str(device)))
+    rows, work = torch.zeros((5, 2048), dtype=torch.uint8, pin_memory=True), torch.rand(2048, 2048, device="cuda")
+    saved, target = [7, 3, 30, 31, 39], [1, 2, 3, 20, 21]
+    want = pool[saved].cpu()
+    for _ in range(20):
+        is_saved = copy.begin_to_host(0, saved, list(rows))
+        pool[saved] = 0  # what a forward pass does to them
+        work = torch.nn.functional.normalize(work @ work)
+        is_loaded = copy.begin_to_device(0, target, list(rows))
+        while not is_loaded():
+            pass
+        assert is_saved()
+        assert torch.equal(rows, want.view(5, 2048))
+        assert torch.equal(pool[target].cpu(), want)
+        saved, target = target, saved
+
+
 @pytest.mark.behaviour(96, 161)
+@pytest.mark.parametrize("connector", ["host_memory", "tiers"])
 @pytest.mark.parametrize("family", ["llama_deep", "gemma3", "deepseek_v2"])
 @pytest.mark.parametrize("drafter", ["", "ngram"])
-def test_evicted_prefixes_come_back_from_pinned_memory(family: str, drafter: str, tmp_path: Path) -> None:
+def test_evicted_prefixes_come_back_from_pinned_memory(
+    family: str, drafter: str, connector: str, tmp_path: Path
+) -> None:
     path = tiny_models.build(family, tmp_path, 0)
     common: dict[str, Any] = {
         "dtype": "float32",
@@ -64,7 +90,8 @@ def test_evicted_prefixes_come_back_from_pinned_memory(family: str, drafter: str
     pool = plain.plan.pool
     assert pool is not None
     blocks = plain.engine.scheduler.cache.blocks_for_one(128) + 3
-    host = {"kv_connector.name": "host_memory", "kv_connector.host_memory.memory": "8MiB"}
+    host: dict[str, Any] = {"kv_connector.name": connector, "kv_connector.host_memory.memory": "8MiB"}
+    host |= {"kv_connector.tiers.tiers": ("host_memory",)}
     llm = LLM(model=str(path), memory=f"{-(-blocks * pool.block_bytes // 1024)}KiB", **common, **host)
     loaded = 0
     for _ in range(3):

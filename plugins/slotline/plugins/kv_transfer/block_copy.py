@@ -7,12 +7,14 @@ long as the staging buffers suffice.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.core.device.torch_device import OrderedCopies
 from slotline.kernels.async_copy import to_device
@@ -20,6 +22,9 @@ from slotline.registry.contracts import CopyStream
 
 STAGING_BYTES = 128 * 2**20
 """Size of each of a device's two staging buffers, unless a single block is larger."""
+
+BESIDE_BYTES = 64 * 2**20
+"""Size of each of the two buffers of loads beside forward passes, unless a single block is larger."""
 
 WORD = 8
 
@@ -31,6 +36,10 @@ class Lane:
         device: on which the buffers are allocated.
         num_bytes: size of each buffer. The buffers are allocated at first use.
         copies: the queue.
+
+    Attributes:
+        saved: event after the last copies to host memory, None if there were none.
+        reading: copies from host memory beside forward passes, each an event after it and the addresses of its rows.
     """
 
     def __init__(self, device: torch.device, num_bytes: int, copies: CopyStream) -> None:
@@ -38,6 +47,8 @@ class Lane:
         self._num_bytes = num_bytes
         self._copies = copies
         self._buffers: list[tuple[torch.Tensor, Any]] = []  # each with an event after its last use
+        self.saved: Any = None
+        self.reading: deque[tuple[Any, set[int]]] = deque()
 
     def from_device(self, count: int, size: int) -> torch.Tensor:
         """Return a buffer [count, size] uint8 that computations may write."""
@@ -48,10 +59,29 @@ class Lane:
     def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
         """Copy the output of the computations so far to the rows of host memory."""
         self._copies.wait_for_compute()
+        self.forget_read()
+        for read, addresses in self.reading:
+            if any(row.data_ptr() in addresses for row in rows):
+                self._copies.wait(read, copies=True)
         with self._copies.scope():
             for row, block in zip(rows, staged, strict=True):
                 row.copy_(block, non_blocking=True)
         self._put_back(copies=True)
+        self.saved = self._copies.record(copies=True)
+
+    def forget_read(self) -> None:
+        """Forget copies beside forward passes that are over."""
+        while self.reading and self.is_over(self.reading[0][0]):
+            self.reading.popleft()
+
+    def is_over(self, event: Any) -> bool:
+        """Return whether an event has happened. Wait for the device if nobody can ask for its events."""
+        if event is None:
+            return True
+        if not hasattr(event, "query"):
+            torch.get_device_module(self.device).synchronize(self.device)
+            return True
+        return bool(event.query())
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return rows of host memory for computations, [len(rows), size] uint8. Call `put_back` after reading."""
@@ -83,17 +113,69 @@ class Lane:
         self._buffers.append((buffer, self._copies.record(copies=copies)))
 
 
+class LaneBeside:
+    """Two buffers of a device in which rows lie before blocks are written, beside the forward passes.
+
+    Args:
+        lane: the device's staging buffers.
+        num_bytes: size of each buffer. The buffers are allocated at first use.
+        rows, blocks: the queues that read rows and that write blocks.
+    """
+
+    def __init__(self, lane: Lane, num_bytes: int, rows: CopyStream, blocks: CopyStream) -> None:
+        self._lane, self._num_bytes = lane, num_bytes
+        self._rows, self._blocks = rows, blocks
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # each with an event after its last use
+
+    def begin(self) -> None:
+        """Let what follows come after the computations and the saves so far.
+
+        These may read the blocks that are to be written, or write the rows that are to be read.
+        """
+        self._lane.forget_read()
+        if not self._buffers:
+            for _ in range(2):
+                self._buffers.append((torch.empty(self._num_bytes, dtype=torch.uint8, device=self._lane.device), None))
+            self._rows.wait_for_compute()  # the memory may have been another's
+        self._blocks.wait_for_compute()
+        if self._lane.saved is not None:
+            self._rows.wait(self._lane.saved, copies=True)
+
+    def write(self, rows: Sequence[torch.Tensor], scatter: Callable[[torch.Tensor], None]) -> None:
+        """Copy rows to the device, then call `scatter` with them, [len(rows), size] uint8, to write the blocks."""
+        (buffer, used), size = self._buffers.pop(0), rows[0].numel()
+        staged = buffer[: len(rows) * size].view(len(rows), size)
+        if used is not None:
+            self._rows.wait(used, copies=True)
+        with self._rows.scope():
+            for row, block in zip(rows, staged, strict=True):
+                block.copy_(row, non_blocking=True)
+        read = self._rows.record(copies=True)
+        self._lane.reading.append((read, {row.data_ptr() for row in rows}))
+        if read is not None:
+            self._blocks.wait(read, copies=True)
+        with self._blocks.scope():
+            scatter(staged)
+        self._buffers.append((buffer, self._blocks.record(copies=True)))
+
+    def end(self) -> Callable[[], bool]:
+        """Return a function that says whether all blocks are written that were to be."""
+        return partial(self._lane.is_over, self._blocks.record(copies=True))
+
+
 @frozen(eq=False)
 class Segment:
     """Adjacent layers of a group on one device.
 
     Attributes:
         lane: the device's staging buffers.
+        beside: its buffers of loads beside forward passes, None where all copies are in order.
         pages: of each layer, [num_blocks, ratio, words] int64, or uint8 if the pages are not whole words.
         first, end: the range of their bytes in a block.
     """
 
     lane: Lane
+    beside: LaneBeside | None
     pages: tuple[torch.Tensor, ...]
     first: int
     end: int
@@ -112,7 +194,7 @@ class Segment:
 
 
 class CacheBlockCopy:
-    """Copier of the blocks of each cache group. Implements `BlockCopy`.
+    """Copier of the blocks of each cache group. Implements `BlockCopyBeside`.
 
     Args:
         groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
@@ -134,7 +216,9 @@ class CacheBlockCopy:
         devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
         largest = max(STAGING_BYTES, *self.block_bytes)
         lanes = {device: Lane(device, largest, copies(device)) for device in devices}
-        self._segments = [_segments(layers, lanes) for layers in groups]
+        largest = max(BESIDE_BYTES, *self.block_bytes)
+        besides = {device: _beside(lane, largest, copies) for device, lane in lanes.items()}
+        self._segments = [_segments(layers, lanes, besides) for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Read `blocks` into the same number of `rows`."""
@@ -151,6 +235,40 @@ class CacheBlockCopy:
                 pages.index_copy_(0, ids, part)
             segment.lane.put_back()
 
+    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """Read `blocks` into the same number of `rows`. Return a function that says whether these have the bytes."""
+        self.to_host(group, blocks, rows)
+        saved = [partial(segment.lane.is_over, segment.lane.saved) for segment in self._segments[group]]
+        return lambda: all(is_over() for is_over in saved)
+
+    def begin_to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """Write `rows` into `blocks` beside the forward passes. Return a function that says whether they are written.
+
+        The caller launches no forward pass that reads the blocks before.
+        """
+        most, written = BESIDE_BYTES // self.block_bytes[group] or 1, list[Callable[[], bool]]()
+        for segment in self._segments[group]:
+            if segment.beside is None:
+                self.to_device(group, blocks, rows)
+                return lambda: True
+            segment.beside.begin()
+            for first in range(0, len(blocks), most):
+                own = slice(first, first + most)
+                write = partial(self._scatter, segment, group, blocks[own])
+                segment.beside.write(segment.cut(rows[own]), write)
+            written.append(segment.beside.end())
+        return lambda: all(is_over() for is_over in written)
+
+    def _scatter(self, segment: Segment, group: int, blocks: Sequence[int], staged: torch.Tensor) -> None:
+        """Write staged rows into the pages of a segment's layers."""
+        ids = self._ids(group, blocks, segment)
+        for pages, part in segment.parts(staged):
+            pages.index_copy_(0, ids, part)
+
+    def _ids(self, group: int, blocks: Sequence[int], segment: Segment) -> torch.Tensor:
+        """Return the numbers of blocks among a segment's pages, on its device."""
+        return to_device(np.array(blocks, np.int64) - self._first[group], segment.lane.device)
+
     def _pieces(
         self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Segment, torch.Tensor, list[torch.Tensor]]]:
@@ -159,11 +277,18 @@ class CacheBlockCopy:
         for first in range(0, len(blocks), most):
             own = slice(first, first + most)
             for segment in self._segments[group]:
-                ids = to_device(np.array(blocks[own], np.int64) - self._first[group], segment.lane.device)
-                yield segment, ids, segment.cut(rows[own])
+                yield segment, self._ids(group, blocks[own], segment), segment.cut(rows[own])
 
 
-def _segments(layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane]) -> list[Segment]:
+def _beside(lane: Lane, num_bytes: int, copies: Callable[[torch.device], CopyStream]) -> LaneBeside | None:
+    """Return the buffers of a device's loads beside forward passes, None where all copies are in order."""
+    rows, blocks = copies(lane.device), copies(lane.device)
+    return None if isinstance(rows, OrderedCopies) else LaneBeside(lane, num_bytes, rows, blocks)
+
+
+def _segments(
+    layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane], besides: dict[torch.device, LaneBeside | None]
+) -> list[Segment]:
     """Split a group's layers into runs of layers on one device."""
     whole = all(
         layer.shape[-1] % WORD == 0
@@ -176,7 +301,7 @@ def _segments(layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane]) -
         pages, first = layer.view(torch.int64) if whole else layer, found[-1].end if found else 0
         end = first + layer[0].numel()
         if found and found[-1].lane.device == layer.device:
-            found[-1] = Segment(found[-1].lane, (*found[-1].pages, pages), found[-1].first, end)
+            found[-1] = evolve(found[-1], pages=(*found[-1].pages, pages), end=end)
         else:
-            found.append(Segment(lanes[layer.device], (pages,), first, end))
+            found.append(Segment(lanes[layer.device], besides[layer.device], (pages,), first, end))
     return found

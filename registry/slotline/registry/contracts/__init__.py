@@ -91,6 +91,7 @@ from slotline.registry.contracts.kv_compression import KVCompressor, KVCompresso
 from slotline.registry.contracts.kv_connector import (
     AsyncKVConnector,
     BlockCopy,
+    BlockCopyBeside,
     CacheBlock,
     ConnectorGroup,
     CountingKVConnector,
@@ -223,6 +224,7 @@ __all__ = [
     "AttentionLayer",
     "BlockAttention",
     "BlockCopy",
+    "BlockCopyBeside",
     "BlockEvents",
     "BlockHash",
     "BlockListener",

@@ -72,6 +72,8 @@ class KVConnectorCapabilities:
         composes: name of its option that names the connectors that it is made of. It gets them from
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
         states: whether it takes a group of states, whose blocks are much larger than others. It is `asynchronous` then.
+        own_rows: whether it keeps the rows that it passes to `BlockCopy.to_device`, and only `BlockCopy` writes them.
+            Then `tiers` can have them copied beside forward passes.
     """
 
     devices: Set[str]
@@ -84,6 +86,7 @@ class KVConnectorCapabilities:
     spills: Flag = Flag(False)
     composes: str = ""
     states: Flag = Flag(False)
+    own_rows: Flag = Flag(False)
 
 
 class CacheBlock(NamedTuple):
@@ -152,6 +155,28 @@ class BlockCopy(Protocol):
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Copy `rows` into `blocks`, which has the same length. The blocks are distinct."""
+        ...
+
+
+class BlockCopyBeside(BlockCopy, Protocol):
+    """Further methods of the engine's copies, which need not be there where something else stands in for them.
+
+    On a GPU they take place beside the forward passes. Nothing waits for them but who asks.
+    """
+
+    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """Do what `to_host` does. Return a function that says whether the rows have the bytes. Any thread may call it.
+
+        Forward passes that are launched later may overwrite the blocks.
+        """
+        ...
+
+    def begin_to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """Do what `to_device` does. Return a function that says whether the blocks have the bytes.
+
+        Before that nothing but these methods may write the rows, and no forward pass may be launched that reads the
+        blocks. Passes that were launched earlier may still use them.
+        """
         ...
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import cast
+from threading import RLock
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
-from attrs import evolve
+from attrs import define, evolve
 
 from slotline.registry.contracts import (
     AsyncKVConnector,
@@ -45,8 +46,25 @@ PARTS = ("tensor 0/2", "tensor 1/2")
 """Of two ranks that share a model."""
 
 
+@define(eq=False)
+class Begun:
+    """Copies that were begun.
+
+    Attributes:
+        work: does them.
+        addresses: of their rows.
+        writes_rows: whether they write the rows.
+        asked: how often somebody has asked whether they are over.
+    """
+
+    work: Callable[[], Any]
+    addresses: set[int]
+    writes_rows: bool
+    asked: int = 0
+
+
 class Pool:
-    """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopy`.
+    """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopyBeside`.
 
     A connector that takes states has a third group of a few large blocks, which are numbered from `NUM_BLOCKS` on.
 
@@ -89,6 +107,8 @@ class Pool:
         counts = (NUM_BLOCKS, NUM_BLOCKS, NUM_STATES)
         self.bytes = [self._random(count, one.block_bytes) for one, count in zip(self.groups, counts, strict=False)]
         self.known: dict[tuple[int, BlockHash], torch.Tensor] = {}
+        self.begun: list[Begun] = []
+        self._lock = RLock()
         caches: dict[int, KVCache] = {}
         for group, memory in zip(self.groups, self.bytes, strict=True):
             first = 0
@@ -196,14 +216,53 @@ class Pool:
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""
         self._check(group, blocks, rows)
+        for one in list(self.begun):  # copies that still read or write these rows come first
+            if not one.addresses.isdisjoint(row.data_ptr() for row in rows):
+                self._end(one)
         for block, row in zip(blocks, rows, strict=True):
             row.copy_(self.bytes[group][place(group, block)])
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""
         self._check(group, blocks, rows)
+        for one in list(self.begun):
+            if one.writes_rows and not one.addresses.isdisjoint(row.data_ptr() for row in rows):
+                self._end(one)
         for block, row in zip(blocks, rows, strict=True):
             self.bytes[group][place(group, block)] = row.to(self.device)
+
+    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """See `BlockCopyBeside`. The rows have their bytes when it is asked for the second time."""
+        copies = [torch.empty_like(row) for row in rows]
+        self.to_host(group, blocks, copies)
+        self._check(group, blocks, rows)
+        pairs = list(zip(rows, copies, strict=True))
+        return self._begin(rows, lambda: [row.copy_(copy) for row, copy in pairs], writes_rows=True)
+
+    def begin_to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """See `BlockCopyBeside`. The blocks have their bytes when it is asked for the second time."""
+        self._check(group, blocks, rows)
+        return self._begin(rows, lambda: self.to_device(group, blocks, rows), writes_rows=False)
+
+    def _begin(self, rows: Sequence[torch.Tensor], work: Callable[[], Any], *, writes_rows: bool) -> Callable[[], bool]:
+        begun = Begun(work, {row.data_ptr() for row in rows}, writes_rows)
+        self.begun.append(begun)
+
+        def is_over() -> bool:
+            begun.asked += 1
+            if begun.asked > 1:
+                self._end(begun)
+            return begun.asked > 1
+
+        return is_over
+
+    def _end(self, begun: Begun) -> None:
+        """Do what was begun, once."""
+        with self._lock:
+            if begun in self.begun:
+                self.begun.remove(begun)
+                begun.work()
+                begun.asked += 1
 
     def _check(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         size, known = self.groups[group].block_bytes, range(1, NUM_BLOCKS)

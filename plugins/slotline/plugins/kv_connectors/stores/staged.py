@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +15,16 @@ from attrs import define, field
 from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Bytes, Counts, Fault, Key
 from slotline.plugins.kv_connectors.stores.codecs import Codec
+from slotline.plugins.kv_connectors.stores.copies import Copies, Done, devices_of
 from slotline.registry.config import size_in_bytes
-from slotline.registry.contracts import BlockHash, CacheBlock, KVCache, KVConnectorContext
+from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
 from slotline.registry.errors import CapacityError
 
+_T = TypeVar("_T")
 POLL_BYTES = 16 * 2**20
 """Bytes that one poll copies into the caches at most, so that no step waits for more."""
+COPY_SECONDS = 0.0005
+"""Time between two looks at whether a row has been copied from a GPU."""
 FINISH_SECONDS = 10.0
 """Time after which `finish` gives up loads that do not end. Their bytes reach no cache any more."""
 
@@ -32,6 +36,7 @@ class _Save:
     key: Key
     row: torch.Tensor
     ticket: Any
+    copied: Done = field(default=lambda: True)
 
 
 @define(eq=False)
@@ -61,30 +66,24 @@ class Rows:
             raise CapacityError(f"{what} cannot be had: {error}", fix="lower it") from error
         self._rows, self._fresh = rows, iter(range(len(rows)))
         self._free = list[torch.Tensor]()  # of those that have been taken before
-        self._used: deque[tuple[Any, list[torch.Tensor]]] = deque()  # with an event after their last use
 
     def take(self) -> torch.Tensor | None:
         """Return a free row, None if there is none."""
-        while not self._free and self._used and self._used[0][0].query():
-            self._free += self._used.popleft()[1]
         if self._free:
             return self._free.pop()
         return None if (number := next(self._fresh, None)) is None else self._rows[number]
 
-    def give_back(self, rows: Iterable[torch.Tensor], used: Any = None) -> None:
-        """Take rows back, which are free once the event `used` has happened."""
-        if used is None:
-            self._free += rows
-        else:
-            self._used.append((used, list(rows)))
+    def give_back(self, rows: Iterable[torch.Tensor]) -> None:
+        """Take rows back."""
+        self._free += rows
 
 
 class StagedConnector:
     """Connector that keeps blocks in a `BlockStore`. Implements `AsyncKVConnector` and `CountingKVConnector`.
 
     Saved blocks are copied to staging rows in the order of the device's stream, and written by a thread. Without a free
-    row a block is not saved. Blocks to be loaded are read by threads. They are copied into the caches when the engine
-    asks what has arrived, so that a read that comes late, or never, writes to no block that has another owner by then.
+    row a block is not saved. Blocks to be loaded are read by threads. Copies into the caches begin when the engine asks
+    what has arrived, so that a read that comes late, or never, writes to no block that has another owner by then.
 
     Args:
         context: of the connector.
@@ -106,13 +105,11 @@ class StagedConnector:
         threads: int,
         what: str,
     ) -> None:
-        self._groups, self._copy, self._store, self._counts = context.groups, context.copy, store, counts
+        self._groups, self._store, self._counts = context.groups, store, counts
         self._codec = codec
-        size = max(group.block_bytes for group in context.groups)
-        caches = (cache for cache in context.caches.values() if isinstance(cache, KVCache))
-        devices = {cache.key.device for cache in caches} | {torch.device(context.device)}
-        self._devices = [device for device in devices if device.type == "cuda"]
-        rows = partial(Rows, size=size, pinned=bool(self._devices), what=f"{what} = {staging!r}")
+        size, devices = max(group.block_bytes for group in context.groups), devices_of(context)
+        self._copy = Copies(context.copy, devices)
+        rows = partial(Rows, size=size, pinned=bool(devices), what=f"{what} = {staging!r}")
         room = size_in_bytes(staging)
         self._save_rows, self._load_rows = rows(room * 3 // 4), rows(room // 4)
         self._background = Background({"write": 1, "read": threads})
@@ -120,6 +117,7 @@ class StagedConnector:
         self._wanted: deque[_Load] = deque()  # without a row
         self._loads: dict[int, _Load] = {}  # by block, under way or wanted
         self._read: deque[_Load] = deque()  # in their rows
+        self._copying: deque[tuple[list[Done], list[_Load]]] = deque()  # on their way from their rows
         self._arrived: set[int] = set()
         self._failed: set[int] = set()
 
@@ -147,7 +145,7 @@ class StagedConnector:
             raise
 
     def wait(self) -> None:
-        """Do nothing, because copies to staging rows precede the forward pass in the stream."""
+        """Do nothing, because blocks to be saved are read in the stream, before the forward pass."""
 
     def arrived(self) -> Collection[int]:
         self._background.poll()
@@ -167,7 +165,7 @@ class StagedConnector:
             self._copy_read(None)
             self._dispatch()
             if self._loads:
-                self._background.poll(wait=0.05)
+                self._background.poll(wait=0.0005 if self._copying else 0.05)
         for one in list(self._loads.values()):
             one.given_up = True
             self._counts.fault("given_up", "a load has not ended after %g s", FINISH_SECONDS)
@@ -207,12 +205,14 @@ class StagedConnector:
                 begun.append(_Save(key, row, ticket))
         for index, group in enumerate(self._groups):
             if own := [one for one in begun if one.key.group == index]:
-                blocks = [named[one.key].block for one in own]
-                self._copy.to_host(index, blocks, [one.row[: group.block_bytes] for one in own])
+                blocks, rows = [named[one.key].block for one in own], [one.row[: group.block_bytes] for one in own]
+                copied = self._copy.begin_to_host(index, blocks, rows)
+                for one in own:
+                    one.copied = copied
         for one in begun:
             self._pending[one.key] = one
             data = one.row[: self._groups[one.key.group].block_bytes].numpy()
-            work = partial(_write, self._store, one, data, self._codec, self._counts, self._devices)
+            work = partial(_write, self._store, one, data, self._codec, self._counts)
             self._background.submit("write", work, partial(self._written, one))
 
     def _written(self, save: _Save, result: Any) -> None:
@@ -257,47 +257,50 @@ class StagedConnector:
         self._failed.add(load.block.block)
 
     def _copy_read(self, most: int | None) -> None:
-        """Copy blocks that were read into the caches, `most` bytes of them or all."""
-        taken, size = list[tuple[_Load, torch.Tensor]](), 0
+        """Begin to copy blocks that were read into the caches, `most` bytes of them or all. Note which are copied."""
+        taken, size = list[_Load](), 0
         while self._read and (most is None or not taken or size < most):
             one = self._read.popleft()
             assert one.row is not None
             if one.given_up:
                 self._load_rows.give_back([one.row])
                 continue
-            taken.append((one, one.row))
+            taken.append(one)
             size += self._groups[one.block.group].block_bytes
         if taken:
-            self._to_device(taken)
-            self._load_rows.give_back([row for _, row in taken], self._event())
+            pairs = [(one, one.row) for one in taken if one.row is not None]
+            self._copying.append((self._run(self._copy.begin_to_device, pairs), taken))
+        while self._copying and all(done() for done in self._copying[0][0]):
+            _, loads = self._copying.popleft()
+            self._load_rows.give_back([one.row for one in loads if one.row is not None])
+            self._copied([one for one in loads if not one.given_up])
 
     def _to_device(self, loads: Sequence[tuple[_Load, torch.Tensor]]) -> None:
-        """Copy rows into the caches. The loads have arrived then."""
+        """Copy rows into the caches in the order of the stream. The loads have arrived then."""
+        self._run(self._copy.to_device, loads)
+        self._copied([one for one, _ in loads])
+
+    def _run(self, copy: Callable[..., _T], loads: Sequence[tuple[_Load, torch.Tensor]]) -> list[_T]:
+        """Copy rows into blocks. Return what the copies of each group have returned."""
+        found = list[_T]()
         for index, group in enumerate(self._groups):
             if own := [(one, row) for one, row in loads if one.block.group == index]:
                 rows = [row[: group.block_bytes] for _, row in own]
-                self._copy.to_device(index, [one.block.block for one, _ in own], rows)
-        for one, _ in loads:
+                found.append(copy(index, [one.block.block for one, _ in own], rows))
+        return found
+
+    def _copied(self, loads: Sequence[_Load]) -> None:
+        """Take note of loads that have arrived."""
+        for one in loads:
             del self._loads[one.block.block]
             self._arrived.add(one.block.block)
         self._counts.add("loaded", len(loads))
 
-    def _event(self) -> Any:
-        """Return an event after the copies so far, None where they are complete."""
-        if not self._devices:
-            return None
-        with torch.cuda.device(self._devices[0]):
-            event = torch.cuda.Event()
-            event.record()
-        return event
 
-
-def _write(
-    store: BlockStore, save: _Save, data: Bytes, codec: Codec, counts: Counts, devices: Sequence[torch.device]
-) -> bool:
+def _write(store: BlockStore, save: _Save, data: Bytes, codec: Codec, counts: Counts) -> bool:
     """Write a row once its copy is complete."""
-    for device in devices:
-        torch.cuda.synchronize(device)
+    while not save.copied():
+        time.sleep(COPY_SECONDS)
     stored = codec.encode(save.key.group, data)
     if stored is None:
         counts.add("skipped_not_finite")

@@ -5,27 +5,30 @@ next one. Behind a tier that does not say it, the next one gets the same blocks 
 first tier that holds it. If that is a lower one, it is saved in the first tier again.
 
 A lower tier gets spilled blocks under numbers beyond the pool's. Its `BlockCopy` copies those from host memory.
+
+A connector that loads in the step, and keeps its rows, loads beside the steps of others here.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from attrs import define, evolve, field
 
+from slotline.plugins.kv_connectors.stores.copies import Copies, Done, devices_of
 from slotline.registry.contracts import (
     AsyncKVConnector,
-    BlockCopy,
+    BlockCopyBeside,
     BlockHash,
     CacheBlock,
     CountingKVConnector,
     EvictedBlock,
-    KVCache,
     KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
@@ -44,25 +47,47 @@ class SpillCopy:
     Attributes:
         copy: of the caches.
         first: number of the first row.
+        beside: whether rows are copied beside forward passes.
         rows: spilled rows, in the order of their numbers.
+        begun: tells of each copy to a device that was begun whether it is over.
     """
 
-    copy: BlockCopy
+    copy: BlockCopyBeside
     first: int
+    beside: bool = False
     rows: list[torch.Tensor] = field(factory=list)
+    begun: list[Done] = field(factory=list)
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""
-        pairs = list(zip(blocks, rows, strict=True))
-        for block, row in pairs:
-            if block >= self.first:
-                row.copy_(self.rows[block - self.first])
-        if own := [(block, row) for block, row in pairs if block < self.first]:
-            self.copy.to_host(group, [block for block, _ in own], [row for _, row in own])
+        self.begin_to_host(group, blocks, rows)
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""
-        self.copy.to_device(group, blocks, rows)
+        if self.beside:
+            self.begun.append(self.copy.begin_to_device(group, blocks, rows))
+        else:
+            self.copy.to_device(group, blocks, rows)
+
+    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Done:
+        """See `BlockCopyBeside`."""
+        own, left = self._of_pool(blocks, rows)
+        return self.copy.begin_to_host(group, own, left) if own else lambda: True
+
+    def begin_to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Done:
+        """See `BlockCopyBeside`."""
+        return self.copy.begin_to_device(group, blocks, rows)
+
+    def _of_pool(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+        """Copy spilled rows. Return the pool's blocks and their rows."""
+        own, left = list[int](), list[torch.Tensor]()
+        for block, row in zip(blocks, rows, strict=True):
+            if block >= self.first:
+                row.copy_(self.rows[block - self.first])
+            else:
+                own.append(block)
+                left.append(row)
+        return own, left
 
 
 @define(eq=False)
@@ -75,7 +100,7 @@ class Tier:
         connector: built with `copy`.
         copy: its copies.
         saves, loads: of the next start.
-        coming: loads of a connector that is not asynchronous, each batch with an event after its copies.
+        coming: loads of a connector that is not asynchronous, each batch with what says whether its copies are over.
     """
 
     name: str
@@ -84,7 +109,7 @@ class Tier:
     copy: SpillCopy
     saves: list[CacheBlock] = field(factory=list)
     loads: list[CacheBlock] = field(factory=list)
-    coming: list[tuple[Any, list[CacheBlock]]] = field(factory=list)
+    coming: list[tuple[list[Done], list[CacheBlock]]] = field(factory=list)
 
     @property
     def asynchronous(self) -> bool:
@@ -102,17 +127,17 @@ class Tiers:
 
     def __init__(self, context: KVConnectorContext) -> None:
         assert context.inner is not None
-        self._copy, self._promote = context.copy, context.options.promote
-        caches = [cache for cache in context.caches.values() if isinstance(cache, KVCache)]
-        self._cuda = sorted({str(c.key.device) for c in caches if c.key.device.type == "cuda"})
-        self._fresh: set[int] = set()  # addresses of rows whose copies from the device may not be complete
+        self._promote = context.options.promote
+        self._copies = Copies(context.copy, devices_of(context))
+        self._saves = WatchedCopies(self._copies)
         self._tiers: list[Tier] = []
         for number, name in enumerate(context.options.tiers):
-            copy = SpillCopy(_Watched(context.copy, self._fresh) if self._cuda else context.copy, context.num_blocks)
+            copy = SpillCopy(self._saves, context.num_blocks)
             last = number + 1 == len(context.options.tiers)
             evicted = None if last else partial(self._spilled, number + 1)
-            given = evolve(context, copy=copy, evicted=evicted)
-            self._tiers.append(Tier(name, *context.inner(name, given), copy))
+            capabilities, connector = context.inner(name, evolve(context, copy=copy, evicted=evicted))
+            copy.beside = bool(capabilities.own_rows.support) and not capabilities.asynchronous.support
+            self._tiers.append(Tier(name, capabilities, connector, copy))
         self._of: dict[int, tuple[int, CacheBlock]] = {}  # by block: the tier that it comes from
         self._failed: set[int] = set()
         self._promoted = 0
@@ -154,9 +179,7 @@ class Tiers:
         for tier in self._tiers:
             if tier.asynchronous:
                 cast("AsyncKVConnector", tier.connector).finish()
-            while any(event is not None and not event.query() for event, _ in tier.coming):
-                if time.monotonic() > latest:
-                    break
+            while not all(done() for begun, _ in tier.coming for done in begun) and time.monotonic() < latest:
                 time.sleep(0.001)
 
     def reset(self) -> None:
@@ -201,10 +224,7 @@ class Tiers:
 
     def _spilled(self, number: int, blocks: Sequence[EvictedBlock]) -> None:
         """Have a tier take blocks that the one above gives up, and those below that do not hear of it otherwise."""
-        if self._cuda and any(one.row.data_ptr() in self._fresh for one in blocks):
-            for device in self._cuda:
-                torch.cuda.synchronize(device)
-            self._fresh.clear()
+        self._saves.wait_for({one.row.data_ptr() for one in blocks})
         for tier in self._tiers[number:]:
             for one in blocks:
                 tier.take(one)
@@ -221,12 +241,15 @@ class Tiers:
             tier.connector.start(saves, loads)
             if loads and not tier.asynchronous:
                 tier.connector.wait()
-                tier.coming.append((self._event(), loads))
+                tier.coming.append((tier.copy.begun if tier.copy.beside else [self._copies.after()], loads))
         except Exception:  # a plugin's code may raise anything
             logger.exception("tier %s cannot save %d blocks and load %d", tier.name, len(saves), len(loads))
             self._failed |= {one.block for one in loads}
+            while not all(done() for done in tier.copy.begun):  # the blocks get other owners
+                time.sleep(0.001)
         finally:
             tier.copy.rows.clear()
+            tier.copy.begun = []
 
     def _arrived_of(self, number: int, tier: Tier) -> set[int]:
         """Return the blocks that have arrived from a tier."""
@@ -245,36 +268,49 @@ class Tiers:
 
     def _ended(self, tier: Tier) -> set[int]:
         """Return the blocks of a connector that loads in the step, whose copies are complete."""
-        left, ended = list[tuple[Any, list[CacheBlock]]](), set[int]()
-        for event, loads in tier.coming:
-            if event is None or event.query():
+        left, ended = list[tuple[list[Done], list[CacheBlock]]](), set[int]()
+        for begun, loads in tier.coming:
+            if all(done() for done in begun):
                 ended |= {one.block for one in loads}
             else:
-                left.append((event, loads))
+                left.append((begun, loads))
         tier.coming = left
         self._failed |= set(tier.connector.failed()) & self._of.keys()
         return ended - self._failed
 
-    def _event(self) -> Any:
-        """Return an event after the copies so far, None where they are complete."""
-        if not self._cuda:
-            return None
-        with torch.cuda.device(self._cuda[0]):
-            event = torch.cuda.Event()
-            event.record()
-        return event
 
+class WatchedCopies:
+    """Copies that know which rows they are still writing. Implements `BlockCopyBeside`.
 
-@define(eq=False)
-class _Watched:
-    """`BlockCopy` that notes which rows it copies to."""
+    Args:
+        copies: that are watched.
+    """
 
-    copy: BlockCopy
-    fresh: set[int]
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._saving: deque[tuple[Done, set[int]]] = deque()  # with the addresses of rows
+        self.to_device, self.begin_to_device = copies.to_device, copies.begin_to_device
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        self.fresh |= {row.data_ptr() for row in rows}
-        self.copy.to_host(group, blocks, rows)
+        """See `BlockCopy`."""
+        self.begin_to_host(group, blocks, rows)
 
-    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        self.copy.to_device(group, blocks, rows)
+    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Done:
+        """See `BlockCopyBeside`."""
+        done = self._copies.begin_to_host(group, blocks, rows)
+        self._forget()
+        if not done():
+            self._saving.append((done, {row.data_ptr() for row in rows}))
+        return done
+
+    def wait_for(self, addresses: Collection[int]) -> None:
+        """Wait until the rows at these addresses are written."""
+        self._forget()
+        for done, own in self._saving:
+            while not own.isdisjoint(addresses) and not done():
+                time.sleep(0.0001)
+
+    def _forget(self) -> None:
+        """Forget copies that are over."""
+        while self._saving and self._saving[0][0]():
+            self._saving.popleft()
