@@ -69,8 +69,9 @@ class ThroughTorch:
         plan: _Planned,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        **edges: Any,
     ) -> torch.Tensor | None:
-        lse: torch.Tensor | None = plan.backend.forward(layer, query, key, value, cache, plan.plan, out, sinks)
+        lse: torch.Tensor | None = plan.backend.forward(layer, query, key, value, cache, plan.plan, out, sinks, **edges)
         return lse
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
 from slotline.registry.capability import Choice, Flag, Limit, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.contracts.attention_edges import GATE, NORM, ROTARY, ROUNDED
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -36,6 +37,7 @@ CAPABILITIES = AttentionCapabilities(
     request_trees=Flag(True),
     keys_ahead=KEYS_AHEAD,
     cache_formats=Set((PLAIN, *FORMAT_DTYPES)),
+    edges=Set((NORM, ROTARY, GATE, ROUNDED)),
     scores=Flag(True, "a matrix product in float32, beside the kernels"),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),

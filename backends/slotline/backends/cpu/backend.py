@@ -20,6 +20,7 @@ from slotline.backends.cpu.tiles import TILE
 from slotline.backends.keys_ahead import through_torch
 from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
+from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 
 MAX_KERNEL_QUERY = 16
@@ -152,7 +153,10 @@ class CpuBackend:
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        edges: AttentionEdges | None = None,
     ) -> torch.Tensor:
+        if edges is not None:
+            return self._at_edges(layer, (query, key, value), cache, plan, out, sinks, edges)
         lse = torch.empty((layer.num_heads, query.shape[0]), dtype=torch.float32)
         if not plan.all_rows or out.shape[0] != plan.num_tokens:
             out.zero_()  # padding, and requests that have no key at all
@@ -163,6 +167,63 @@ class CpuBackend:
             fresh = (key, value) if self._read_new and prefill.complete else None
             run_prefill(prefill, layer, query, fresh, cache, out, lse, sinks)
         return lse
+
+    def _at_edges(
+        self,
+        layer: AttentionLayer,
+        states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: LayerCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+        edges: AttentionEdges,
+    ) -> torch.Tensor:
+        """Compute attention and what the model left to it, and store the step's keys and values."""
+        query, key, value = states
+        if edges.query_norm is None and edges.cos is None:
+            self.write(layer, key, value, cache, plan)
+        else:
+            query, key = self._turn(layer, query, key, value, cache, plan, edges)
+        if edges.gate is None and edges.scales is None:
+            return self.forward(layer, query, key, value, cache, plan, out, sinks)
+        whole = torch.empty(out.shape, dtype=query.dtype)
+        lse = self.forward(layer, query, key, value, cache, plan, whole, sinks)
+        _finish(whole, edges, plan.num_tokens, out)
+        return lse
+
+    def _turn(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: LayerCache,
+        plan: Plan,
+        edges: AttentionEdges,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys normed and rotated, and store keys and values."""
+        bound, dtype = self._bind(layer, cache), query.dtype
+        query, key = (part if part.stride(2) == 1 else part.contiguous() for part in (query, key))
+        value = _packed(value)
+        stored = not isinstance(cache, CacheTensors) and cache.key.dtype == dtype
+        turned = torch.empty(query.shape, dtype=dtype), torch.empty(key.shape, dtype=dtype)
+        cos, sin = (key[:0], key[:0]) if edges.cos is None or edges.sin is None else (edges.cos, edges.sin)
+        norms = edges.query_norm, edges.key_norm
+        factors = np.array([n for norm in norms for n in ((0, 0) if norm is None else (norm.eps, norm.offset))])
+        told = (
+            *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
+            *(value.data_ptr(), value.stride(0)),
+            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[-1] if len(cos) else 0, edges.rotary_size),
+            *(0 if norm is None else norm.weight.data_ptr() for norm in norms),
+            *(turned[0].data_ptr(), turned[1].data_ptr(), *bound.told[-4:-2]),
+            *(plan.num_tokens, layer.num_heads, self._kv_heads),
+        )
+        rows = plan.rows if stored else plan.rows[:0]
+        compiled = kernels.compile_turn(layer.head_size, layer.head_size_v)
+        compiled(np.array(told, np.int64), factors.astype(np.float32), rows, bound.shape, kernels.TAGS[dtype])
+        if not stored:
+            self.write(layer, turned[1], value, cache, plan)
+        return turned
 
     def _attend(
         self,
@@ -215,6 +276,23 @@ def _trees(batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[i
     sees, depths = (np.ascontiguousarray(part.numpy()) for part in batch.tree[:2])
     most, own = depths.shape[-1], depths.ndim > 1
     return (sees, depths), (sees.ctypes.data, most * most * own, depths.ctypes.data, most * own, most)
+
+
+def _finish(whole: torch.Tensor, edges: AttentionEdges, num_tokens: int, out: torch.Tensor) -> None:
+    """Gate and round outputs [tokens, H, Dv], into `out`. Padded rows become zeros."""
+    out[num_tokens:] = 0
+    gate, scales = edges.gate, edges.scales
+    gate = gate if gate is None or gate.stride(2) == 1 else gate.contiguous()
+    result = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    told = (
+        whole.data_ptr(),
+        *((0, 0, 0) if gate is None else (gate.data_ptr(), *gate.stride()[:2])),
+        *(result.data_ptr(), 0 if scales is None else scales.data_ptr(), num_tokens, whole[0:1].numel()),
+        *(1 if scales is None else scales.shape[1], whole.shape[2]),
+    )
+    kernels.finish(np.array(told, np.int64), kernels.TAGS[whole.dtype])
+    if result is not out:
+        out[:num_tokens] = result[:num_tokens]
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:

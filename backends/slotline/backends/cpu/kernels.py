@@ -75,6 +75,15 @@ SEES, SEES_STRIDE, DEPTHS, DEPTHS_STRIDE, NUM_NODES = range(10, 15)
 SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(15, 23)
 # then of the call.
 SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(23, 31)
+# What a call of `turn` is told: address, then strides of a token and of a head of query and key; address and stride of
+# a token of value; addresses of cosines and sines, elements between tokens and of one; numbers of a head that are
+# rotated; addresses of the queries' and the keys' weights, 0 for none; addresses of the outputs and of the cache;
+TURN_QUERY, TURN_KEY, TURN_VALUE, TURN_COS, TURN_SIN, TURN_STEP, TURN_WIDTH, TURN_ROTARY = 0, 3, 6, 8, 9, 10, 11, 12
+TURN_WEIGHTS, TURN_OUT, TURN_CACHE, TURN_TOKENS, TURN_HEADS = 13, 15, 17, 19, 20
+# and one of `finish`: address of what to finish; of the gate, 0 for none, with strides of a token and of a head; of the
+# output; of scales, 0 for none; tokens, numbers of a token, scales of a token, numbers of a head.
+FINISH_FROM, FINISH_GATE, FINISH_OUT, FINISH_SCALES = 0, 1, 4, 5
+FINISH_TOKENS, FINISH_WIDTH, FINISH_GROUPS, FINISH_HEAD = range(6, 10)
 NO_TREE = 1 << 40
 """`KNOWN` of a piece whose keys are no nodes."""
 
@@ -812,3 +821,130 @@ def compile_encode(size: int, size_v: int) -> Any:
         _encode_rows(rows, value, strides[1], values, v_scales, of_values, kv_heads, size_v)
 
     return encode
+
+
+@_inner(fastmath=True)
+def _turn_head(
+    source: Any, norm: Any, weight: Any, factors: Any, cos: Any, sin: Any, rotary: Any, out: Any, room: Any, tag: Any
+) -> None:
+    """Norm one head [size] if there is a weight, rotate its first `rotary` numbers, and write it to `out` [size].
+
+    `factors` are epsilon and offset, `cos` and `sin` [rotary or half of it] those of the head's token.
+    """
+    size = source.shape[0]
+    for d in range(size):
+        room[d] = _widen(source[d])
+    if norm:
+        total = np.float32(0.0)
+        for d in range(size):
+            total += room[d] * room[d]
+        factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + factors[0])
+        for d in range(size):
+            room[d] = room[d] * factor * (factors[1] + _widen(weight[d]))
+    half = rotary // 2
+    second = cos.shape[0] - half
+    for i in range(half):
+        a, b = room[i], room[half + i]
+        out[i] = _narrow(a * _widen(cos[i]) - b * _widen(sin[i]), tag)
+        out[half + i] = _narrow(b * _widen(cos[second + i]) + a * _widen(sin[second + i]), tag)
+    for d in range(rotary, size):
+        out[d] = _narrow(room[d], tag)
+
+
+@_inner(fastmath=True)
+def _turn_rows(
+    told: Any, which: Any, address: Any, strides: Any, heads: Any, factors: Any, out: Any, size: Any, tag: Any
+) -> None:
+    """Norm and rotate all heads of queries (`which` 0) or keys (1), into `out` [tokens, heads, size]."""
+    unbounded, width, rotary = 1 << 60, told[TURN_WIDTH], told[TURN_ROTARY]
+    source = carray(_pointer(address, tag), unbounded)
+    cos, sin = carray(_pointer(told[TURN_COS], tag), unbounded), carray(_pointer(told[TURN_SIN], tag), unbounded)
+    weight = carray(_pointer(told[TURN_WEIGHTS + which], tag), unbounded)
+    norm, room = told[TURN_WEIGHTS + which] != 0, np.empty(size, np.float32)
+    for token in range(told[TURN_TOKENS]):
+        at = token * told[TURN_STEP]
+        for head in range(heads):
+            begin, place = token * strides[0] + head * strides[1], (token * heads + head) * size
+            _turn_head(
+                source[begin : begin + size],
+                norm,
+                weight,
+                factors,
+                cos[at : at + width],
+                sin[at : at + width],
+                rotary,
+                out[place : place + size],
+                room,
+                tag,
+            )
+
+
+@cache
+def compile_turn(size: int, size_v: int) -> Any:
+    """Compile the entry point that norms and rotates heads of `size` and stores them beside values of `size_v`."""
+
+    @_entry(fastmath=True)
+    def turn(told: Any, factors: Any, rows: Any, shape: Any, tag: Any) -> None:
+        """Norm and rotate queries and keys, elements of `tag`, and store keys and values to `rows` [n, 3].
+
+        `told` are addresses and sizes in the order of `TURN_QUERY` and those after it. `factors` [4] float32 are
+        epsilon and offset of the queries' norm, then of the keys'. `rows` may be empty.
+        """
+        unbounded = 1 << 60
+        heads, kv_heads = told[TURN_HEADS], told[TURN_HEADS + 1]
+        query, key = (
+            carray(_pointer(told[TURN_OUT], tag), unbounded),
+            carray(_pointer(told[TURN_OUT + 1], tag), unbounded),
+        )
+        _turn_rows(told, 0, told[TURN_QUERY], told[TURN_QUERY + 1 :], heads, factors, query, size, tag)
+        _turn_rows(told, 1, told[TURN_KEY], told[TURN_KEY + 1 :], kv_heads, factors[2:], key, size, tag)
+        value, values = (
+            carray(_pointer(told[TURN_VALUE], tag), unbounded),
+            carray(_pointer(told[TURN_CACHE + 1], tag), unbounded),
+        )
+        keys = carray(_pointer(told[TURN_CACHE], tag), unbounded)
+        _copy_rows(rows, key, kv_heads * size, keys, shape[K_BLOCK : K_HEAD + 1], kv_heads, size)
+        _copy_rows(rows, value, told[TURN_VALUE + 1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, size_v)
+
+    return turn
+
+
+@_entry()
+def finish(told: Any, tag: Any) -> None:
+    """Gate outputs, elements of `tag`, and write them to an output of `tag` or, with scales, to one of int8.
+
+    `told` are addresses and sizes in the order of `FINISH_FROM` and those after it.
+    """
+    unbounded, codes_tag, float_tag = 1 << 60, np.empty(0, np.int8), np.empty(0, np.float32)
+    source, gates = (
+        carray(_pointer(told[FINISH_FROM], tag), unbounded),
+        carray(_pointer(told[FINISH_GATE], tag), unbounded),
+    )
+    out, codes = (
+        carray(_pointer(told[FINISH_OUT], tag), unbounded),
+        carray(_pointer(told[FINISH_OUT], codes_tag), unbounded),
+    )
+    scales = carray(_pointer(told[FINISH_SCALES], float_tag), unbounded)
+    width, groups, head = told[FINISH_WIDTH], told[FINISH_GROUPS], told[FINISH_HEAD]
+    size = width // groups
+    room = np.empty(size, np.float32)
+    for token in range(told[FINISH_TOKENS]):
+        for group in range(groups):
+            begin, high = token * width + group * size, np.float32(0.0)
+            for d in range(size):
+                value = _widen(source[begin + d])
+                if told[FINISH_GATE] != 0:
+                    place = group * size + d
+                    at = token * told[FINISH_GATE + 1] + place // head * told[FINISH_GATE + 2] + place % head
+                    value /= np.float32(1.0) + np.float32(math.exp(-_widen(gates[at])))
+                room[d] = value
+                high = max(high, abs(value))
+            if told[FINISH_SCALES] == 0:
+                for d in range(size):
+                    out[begin + d] = _narrow(room[d], tag)
+            else:
+                scale = high / np.float32(127.0)
+                scales[token * groups + group] = scale
+                factor = np.float32(127.0) / high if high > np.float32(0.0) else np.float32(0.0)
+                for d in range(size):
+                    codes[begin + d] = np.int8(np.rint(room[d] * factor))

@@ -20,12 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slotline.plugins.model_families.binding import slot_attention
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
+from slotline.plugins.model_families.passes.head_edges import head_edges, norms_of
 from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, PlainMerged, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 from slotline.registry.contracts.attention import CacheSlots
-from slotline.registry.contracts.attention_edges import NORM, ROTARY, AttentionEdges, HeadNorm
+from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.loading import one_line
 
 SPLIT_ROWS = 1024
@@ -190,19 +191,10 @@ class LeanForward:
         """Return what the layer's backend norms and rotates in this step, None if it leaves that to the model."""
         if attend is not slot_attention:
             return None
-        slot, (query_norm, key_norm) = self._module.slotline_slot, self._norms()
-        taken = slot.edges()
-        if ROTARY not in taken or not slot.is_plain() or (query_norm is not None and NORM not in taken):
+        slot = self._module.slotline_slot
+        if not (taken := slot.edges()) or not slot.is_plain():
             return None
-        if query_norm is not None and not self._fuses(query_norm, key_norm):
-            return None  # over all heads, or of another kind
-        norms = [
-            None if norm is None else HeadNorm(weight=norm.weight, eps=norm.eps, offset=norm.offset)
-            for norm in (query_norm, key_norm)
-        ]
-        return AttentionEdges(
-            query_norm=norms[0], key_norm=norms[1], cos=cos[0], sin=sin[0], rotary_size=self._heads.rotary_size
-        )
+        return head_edges(taken, self._norms(), (cos, sin), self._heads.size, self._heads.rotary_size)
 
     def _one_kernel(self) -> bool:
         """Return True if queries and keys are rotated in one call, normed by head or not at all."""
@@ -210,8 +202,7 @@ class LeanForward:
         return query_norm is None or (self._fused is not None and self._fuses(query_norm, key_norm))
 
     def _norms(self) -> tuple[Any, Any]:
-        children = self._module._modules
-        return children.get("q_norm"), children.get("k_norm")
+        return norms_of(self._module)
 
     def _turned(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: CacheSlots | None

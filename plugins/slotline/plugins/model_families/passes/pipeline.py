@@ -10,6 +10,7 @@ from torch import nn
 
 from slotline.plugins.model_families.passes import (
     activated_linear,
+    gated_attention,
     gated_mlp,
     gated_norm,
     invariant_linear,
@@ -39,6 +40,7 @@ PASSES = (
     merged_projections.apply,
     packed_linear.apply,
     lean_attention.apply,
+    gated_attention.apply,
     lean_mlp.apply,
     lean_layer.apply,
 )

@@ -1,0 +1,55 @@
+"""Edges of attention over heads that a module hands over to its layer's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
+from slotline.registry.contracts.attention_edges import GATE, NORM, ROTARY, AttentionEdges, HeadNorm
+
+
+def norms_of(module: Any) -> tuple[Any, Any]:
+    """Return the norms of an attention module's queries and keys, None where it has none."""
+    return module._modules.get("q_norm"), module._modules.get("k_norm")
+
+
+def head_edges(
+    taken: Collection[str],
+    norms: tuple[Any, Any],
+    embeddings: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    rotary_size: int,
+    gate: torch.Tensor | None = None,
+) -> AttentionEdges | None:
+    """Return what the backend of a layer computes, None if it has to take more than it does.
+
+    Args:
+        taken: names of the edges that the backend takes over.
+        norms: of queries and keys.
+        embeddings: cosines and sines [1, num_tokens, width].
+        size: of a head.
+        rotary_size: numbers of a head that are rotated.
+        gate: [num_tokens, num_heads, size]. It is left out if the backend does not take it.
+    """
+    if ROTARY not in taken:
+        return None
+    found = [
+        HeadNorm(weight=norm.weight, eps=norm.eps, offset=norm.offset)
+        for norm in norms
+        if is_kernel_norm(norm) and norm.weight.numel() == size and NORM in taken
+    ]
+    if len(found) != sum(norm is not None for norm in norms):
+        return None  # over all heads, or of another kind
+    query_norm, key_norm = found or (None, None)
+    cos, sin = embeddings
+    return AttentionEdges(
+        query_norm=query_norm,
+        key_norm=key_norm,
+        cos=cos[0],
+        sin=sin[0],
+        rotary_size=rotary_size,
+        gate=gate if GATE in taken else None,
+    )
