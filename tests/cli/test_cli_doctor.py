@@ -13,7 +13,7 @@ from cli_cases import pretend_installed
 from packaging.requirements import Requirement
 
 from slotline.cli import doctor, main
-from slotline.cli.doctor_install import differences, namespace_finding, version_finding
+from slotline.cli.doctor_install import check_companions, differences, namespace_finding, version_finding
 from slotline.cli.doctor_machine import nvidia_driver, threads_finding
 from slotline.cli.doctor_plugins import check_configuration, check_duplicates, import_findings
 from slotline.cli.finding import Status
@@ -39,6 +39,25 @@ def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(capsys: py
         assert rows["attention:flash_attn"]["status"] == "optional"
         assert "the package flash_attn is not installed" in rows["attention:flash_attn"]["text"]
     assert all(row["fix"] for row in rows.values() if row["status"] != "ok")
+
+
+@pytest.mark.parametrize(("needs", "status"), [("torch==2.0.1", Status.FAIL), ("torch", Status.OK), (None, Status.OK)])
+def test_a_torchvision_for_another_torch_is_a_failure_with_its_remedy(
+    needs: str | None, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_installed(monkeypatch, tmp_path, "torchvision", {})
+    with next(tmp_path.glob("torchvision-*.dist-info/METADATA")).open("a") as metadata:
+        metadata.write("Requires-Dist: numpy\n")
+        metadata.write("" if needs is None else f"Requires-Dist: {needs}\n")
+        metadata.write("Requires-Dist: torch==1.0; extra == 'old'\n")
+    (finding,) = [finding for finding in check_companions() if finding.check == "torchvision"]
+    assert finding.status is status
+    release = torch.__version__.partition("+")[0]
+    if status is Status.FAIL:
+        assert f"0.1.0 is built for torch==2.0.1, and torch is {torch.__version__}" in finding.text
+        assert finding.fix.startswith(f"pip install 'torch=={release}' --upgrade torchvision, or pip uninstall")
+    else:
+        assert finding.text == f"0.1.0, for torch {torch.__version__}"
 
 
 PLUGIN = """

@@ -17,6 +17,7 @@ from slotline.registry.errors import SlotlineError
 
 _CHECKS: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
     ("installation", doctor_install.check_versions),
+    ("installation", doctor_install.check_companions),
     ("installation", doctor_install.check_namespace),
     ("installation", doctor_install.check_installation),
     ("installation", doctor_plugins.check_configuration),

@@ -19,6 +19,8 @@ from slotline.registry.descriptor import Kind
 
 PROJECT = "slotline"
 _PORTIONS = ("core", "registry", "backends", "plugins", "proposers")
+_COMPANIONS = ("torchvision", "torchaudio")
+"""Packages with compiled code for exactly one release of torch."""
 _REINSTALL = "pip install -e . in the source folder, or pip install --force-reinstall slotline"
 
 
@@ -50,6 +52,44 @@ def version_finding(requirement: Requirement) -> Finding:
     if requirement.specifier.contains(found, prereleases=True):
         return Finding(Status.OK, requirement.name, text)
     return Finding(Status.FAIL, requirement.name, text, fix)
+
+
+def check_companions() -> Iterator[Finding]:
+    """Check that torchvision and torchaudio, if there are any, are built for the installed torch.
+
+    transformers imports them where they are installed, and fails with "Could not import module ..." if they do not fit.
+    """
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        return  # `check_versions` reports it
+    for name in _COMPANIONS:
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        yield companion_finding(found, torch)
+
+
+def companion_finding(found: Distribution, torch: str) -> Finding:
+    """Report whether a package that is built for one release of torch fits the installed one."""
+    name = found.metadata["Name"]
+    wanted = [Requirement(text) for text in found.requires or ()]
+    pins = [
+        each.specifier
+        for each in wanted
+        if each.name == "torch" and (not each.marker or each.marker.evaluate({"extra": ""}))
+    ]
+    misfits = [str(pin) for pin in pins if not pin.contains(torch, prereleases=True)]
+    if not misfits:
+        return Finding(Status.OK, name, f"{found.version}, for torch {torch}")
+    text = (
+        f"{found.version} is built for torch{misfits[0]}, and torch is {torch}: transformers fails to import its models"
+    )
+    fix = (
+        f"pip install 'torch=={torch.partition('+')[0]}' --upgrade {name}, or pip uninstall {name}: slotline needs none"
+    )
+    return Finding(Status.FAIL, name, text, fix)
 
 
 def check_namespace() -> Iterator[Finding]:
