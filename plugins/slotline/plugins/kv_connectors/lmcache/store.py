@@ -130,7 +130,12 @@ class RemoteStore:
         now = time.monotonic()
         if now < self._out_until:
             return
-        unknown = [key for key in keys if key not in self._known and now - self._asked.get(key, 0.0) > ABSENT_SECONDS]
+        asked = self._asked
+        unknown = [
+            key
+            for key in keys
+            if key not in self._known and key not in self._bad and now - asked.get(key, 0.0) > ABSENT_SECONDS
+        ]
         if not unknown:
             return
         if len(self._asked) > MOST:
