@@ -62,6 +62,13 @@ class HandoffOptions:
         validator=lambda _options, _field, value: size_in_bytes(value),
         metadata={"doc": "host memory for blocks that others may load; the least recently used go first"},
     )
+    transport: Literal["auto", "nixl"] = field(
+        default="auto",
+        metadata={
+            "doc": "'auto' maps a peer's memory on the same machine, and takes the connection otherwise; 'nixl' reads "
+            "it by NIXL's plugin UCX, which both sides must name"
+        },
+    )
     timeout: float = field(
         default=10.0,
         validator=_is_positive,

@@ -35,7 +35,7 @@ class Handoff:
     """Connector between engines of different processes. Implements `AsyncKVConnector` and `RequestKVConnector`.
 
     Raises:
-        ConfigError: if the address cannot be had, or no peer is named.
+        ConfigError: if the address cannot be had, no peer is named, or NIXL does not work here.
         CapacityError: if the memory holds no block.
     """
 
@@ -50,23 +50,26 @@ class Handoff:
         self._server: BlockServer | None = None
         self._rank = _rank(context.part)
         host, port = address_of(options.address)
+        nixl = options.transport == "nixl"
         if options.role != "decode":
             states = [number for number, group in enumerate(context.groups) if group.states]
             self._store = Store(size_in_bytes(options.memory), sizes, states)
             if port or not context.part:
-                self._server = BlockServer(self._store, (host, port + self._rank if port else 0), self._identity)
+                place = (host, port + self._rank if port else 0)
+                self._server = BlockServer(self._store, place, self._identity, nixl=nixl)
                 finalize(self, self._server.close)
             else:
                 logger.warning("kv_connector.handoff.address has no port, so these ranks hand out no blocks")
         self._inbox, self._peers = Inbox(), dict[str, Peer]()
         for one in options.peers if options.role != "prefill" else ():
-            name, place = address_of(one)
+            name, number = address_of(one)
             self._peers[one] = peer = Peer(
-                (name, place + self._rank),
+                (name, number + self._rank),
                 identity=self._identity,
                 sizes=sizes,
                 timeout=options.timeout,
                 inbox=self._inbox,
+                nixl=nixl,
             )
             finalize(self, peer.close)
         self._owner: OrderedDict[Key, Peer] = OrderedDict()

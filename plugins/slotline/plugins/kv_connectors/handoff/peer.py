@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from attrs import define
 
-from slotline.plugins.kv_connectors.handoff.store import HEADER, Key
+from slotline.plugins.kv_connectors.handoff.nixl_memory import FarMemory
+from slotline.plugins.kv_connectors.handoff.store import HEADER
 from slotline.plugins.kv_connectors.handoff.wire import VERSION, fill, named, receive, send
 from slotline.registry.contracts import CacheBlock
 
@@ -75,6 +76,7 @@ class Peer:
         sizes: bytes of a block of each cache group.
         timeout: seconds without a byte after which it counts as gone.
         inbox: gets each block.
+        nixl: whether NIXL reads the blocks.
 
     Attributes:
         hurried: whether blocks that have not been asked for yet fail at once.
@@ -88,12 +90,15 @@ class Peer:
         sizes: Sequence[int],
         timeout: float,
         inbox: Inbox,
+        nixl: bool = False,
     ) -> None:
         self._address, self._identity, self._sizes = address, identity, tuple(sizes)
         self._timeout, self._inbox = timeout, inbox
         self._asked: SimpleQueue[Sequence[CacheBlock] | None] = SimpleQueue()
         self._connection: socket.socket | None = None
         self._memory: mmap.mmap | None = None
+        self._far: FarMemory | None = None
+        self._nixl = nixl
         self._failed_at: float | None = None
         self.hurried = False
         self._thread: Thread | None = None
@@ -155,26 +160,44 @@ class Peer:
         """Return blocks with their bytes, None for those that the peer lacks or whose checksum is wrong."""
         connection = self._connected()
         keys = [(one.group, one.block_hash) for one in blocks]
-        self._send(connection, blocks=named(keys), send=not self.mapped)
+        self._send(connection, blocks=named(keys), send=not self.mapped and self._far is None)
         answer = self._received(connection)["blocks"]
         if len(answer) != len(blocks):
             raise ValueError(f"the peer tells of {len(answer)} blocks, of {len(blocks)}")
-        return [
-            (block, None if found is None else self._read(connection, key, int(found[0]), int(found[1])))
-            for block, key, found in zip(blocks, keys, answer, strict=True)
+        found = [
+            (block, int(one[0]), int(one[1])) for block, one in zip(blocks, answer, strict=True) if one is not None
         ]
+        sizes = [self._sizes[block.group] for block, _, _ in found]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        rows = memory.split(sizes)
+        self._read(connection, [place for _, place, _ in found], rows, memory)
+        good = {
+            block.block: row
+            for (block, _, checksum), row in zip(found, rows, strict=True)
+            if zlib.crc32(_view(row)) == checksum
+        }
+        if len(good) < len(found):
+            text = "kv_connector.handoff: %d blocks of %s:%d have other checksums"
+            logger.warning(text, len(found) - len(good), *self._address)
+        return [(block, good.get(block.block)) for block in blocks]
 
-    def _read(self, connection: socket.socket, key: Key, place: int, checksum: int) -> torch.Tensor | None:
-        row = torch.empty(self._sizes[key[0]], dtype=torch.uint8)
-        view = memoryview(row.numpy()).cast("B")  # type: ignore[arg-type]
-        if self._memory is None:
-            fill(connection, view)
-        else:
-            view[:] = memoryview(self._memory)[place : place + len(view)]
-        if zlib.crc32(view) != checksum:
-            logger.warning("kv_connector.handoff: a block of %s:%d has another checksum", *self._address)
-            return None
-        return row
+    def _read(
+        self, connection: socket.socket, places: Sequence[int], rows: Sequence[torch.Tensor], memory: torch.Tensor
+    ) -> None:
+        """Copy blocks from their places in the peer's memory, or as they come over the connection.
+
+        Raises:
+            OSError: if the peer has gone.
+        """
+        if self._far is not None:
+            self._far.read(places, rows, memory)
+            return
+        for place, row in zip(places, rows, strict=True):
+            view = _view(row)
+            if self._memory is None:
+                fill(connection, view)
+            else:
+                view[:] = memoryview(self._memory)[place : place + len(view)]
 
     def _connected(self) -> socket.socket:
         """Return the connection, with the peer's memory mapped if it is on this machine."""
@@ -185,7 +208,12 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(connection)
         hello = self._received(connection)
-        self._memory = _mapped(hello["path"], hello["secret"])
+        if self._nixl:
+            if "nixl" not in hello:
+                raise ValueError("the peer has no kv_connector.handoff.transport = 'nixl'")
+            self._far = FarMemory(hello["nixl"], self._timeout)
+        else:
+            self._memory = _mapped(hello["path"], hello["secret"])
         return connection
 
     def _send(self, connection: socket.socket, **message: Any) -> None:
@@ -200,7 +228,11 @@ class Peer:
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._memory = None
+        self._connection = self._memory = self._far = None
+
+
+def _view(row: torch.Tensor) -> memoryview:
+    return memoryview(row.numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _mapped(path: str, secret: str) -> mmap.mmap | None:

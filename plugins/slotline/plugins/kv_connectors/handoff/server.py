@@ -8,6 +8,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
+from slotline.plugins.kv_connectors.handoff.nixl_memory import OpenMemory
 from slotline.plugins.kv_connectors.handoff.peer import Identity
 from slotline.plugins.kv_connectors.handoff.store import Store
 from slotline.plugins.kv_connectors.handoff.wire import VERSION, keys_of, receive, send
@@ -25,16 +26,18 @@ class BlockServer:
         store: the blocks.
         address: where it listens, with port 0 for a free one.
         identity: of this engine.
+        nixl: whether NIXL reads the blocks.
 
     Attributes:
         address: with the port.
 
     Raises:
-        ConfigError: if the address cannot be had.
+        ConfigError: if the address cannot be had, or NIXL does not work here.
     """
 
-    def __init__(self, store: Store, address: tuple[str, int], identity: Identity) -> None:
+    def __init__(self, store: Store, address: tuple[str, int], identity: Identity, *, nixl: bool = False) -> None:
         self._store, self._identity = store, identity
+        self._open = OpenMemory(store.memory) if nixl else None
         try:
             self._listener = socket.create_server(address, family=_family(address[0]))
         except OSError as error:
@@ -55,6 +58,8 @@ class BlockServer:
         for one in list(self._connections):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+        if self._open is not None:
+            self._open.close()
         self._store.close()
 
     def _accept(self) -> None:
@@ -88,6 +93,7 @@ class BlockServer:
         answer: dict[str, Any] = {"blocks": [None if one is None else list(one) for one in found]}
         if "blocks" not in asked:
             answer |= {"path": store.path, "secret": store.secret}
+            answer |= {} if self._open is None else {"nixl": self._open.hello}
         send(connection, answer)
         if asked.get("send"):
             for one, (group, _) in zip(found, keys, strict=True):

@@ -112,6 +112,11 @@ class Store:
         self._lock = Lock()
         self._taken: list[tuple[Key, int]] = []
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of the memory, [bytes] uint8. Places count from its beginning."""
+        return self._bytes
+
     def keys(self) -> list[Key]:
         """Return the blocks that are here, least recently used first."""
         return [key for rows in dict.fromkeys(self._rows_of.values()) for key in rows.row_of]
