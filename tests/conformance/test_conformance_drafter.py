@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from mutant_trials import until_killed
+from transformers import LlamaConfig
 
+from slotline.conformance.drafter.config_fields import COUNTS, HARMLESS, REFUSED
 from slotline.registry.descriptor import Kind
 from slotline.testing import Level, Outcome, all_checks, check_plugin
 from slotline.testing.mutants.drafter import CORRECT, MUTANTS
 from slotline.testing.oracles.drafter import chi_square, draw, verify_by_match, verify_by_rejection
+from slotline.testing.reference.drafter_heads import eagle3
 
 
 @pytest.mark.spread(3)
@@ -54,7 +59,9 @@ def test_drafters_whose_needs_only_an_engine_can_give_are_skipped_with_the_reaso
 
 
 @pytest.mark.spread(1, slow=1)
-@pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree", "drafter:dflash"])
+@pytest.mark.parametrize(
+    "name", ["drafter:medusa", "drafter:medusa_tree", "drafter:dflash", "drafter:eagle", "drafter:eagle3"]
+)
 def test_a_drafter_with_weights_runs_with_those_that_it_makes_up(name):
     records = check_plugin(name)
     assert [f"{r.id}: {r.reason}" for r in records if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
@@ -83,6 +90,19 @@ def test_a_drafter_that_makes_no_weights_up_is_skipped_and_one_that_fails_to_is_
     assert reasons[0] == (Outcome.SKIPPED, "needs_checkpoint: its factory has no write_example")
     assert reasons[1][0] is Outcome.FAILED
     assert "write_example raised OSError: no room" in reasons[1][1]
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_each_field_of_the_configuration_of_a_head_is_in_the_lists(form):
+    """A newer transformers with another field fails here, and whoever updates it decides what the field means."""
+    known = set(HARMLESS[form]) | set(COUNTS[form]) | set(REFUSED[form])
+    assert {field.name for field in dataclasses.fields(LlamaConfig)} - known == set()
+
+
+@pytest.mark.spread(1)
+def test_a_reader_of_published_heads_that_keeps_hidden_states_passes_up_to_histories():
+    records = check_plugin(eagle3, level=Level.HOSTILE)
+    assert [f"{r.id}: {r.reason}" for r in records if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
 
 
 def test_there_are_checks_at_each_level_that_a_drafter_has():

@@ -36,6 +36,7 @@ descriptor = Descriptor(
         needs_computed=True,
         needs_kv_group=True,
         needs_checkpoint=True,
+        checkpoint_form="eagle",
         on_device=True,
         graphs=Flag(True),
         prompt_embeds=Flag(True),
@@ -53,6 +54,7 @@ descriptor_3 = Descriptor(
         needs_computed=True,
         needs_kv_group=True,
         needs_checkpoint=True,
+        checkpoint_form="eagle3",
         on_device=True,
         graphs=Flag(True),
         prompt_embeds=Flag(True),
@@ -64,7 +66,12 @@ tree_descriptor = evolve(
     name="eagle_tree",
     summary="an EAGLE head that proposes a tree by confidence",
     capabilities=evolve(
-        descriptor.capabilities, tree=Flag(True), request_trees=Flag(True), on_device=False, graphs=Flag(False)
+        descriptor.capabilities,
+        tree=Flag(True),
+        request_trees=Flag(True),
+        on_device=False,
+        graphs=Flag(False),
+        checkpoint_form="",
     ),
     factory="slotline.proposers.eagle.drafter:EagleTreeDrafter",
     options=EagleTreeOptions,
@@ -74,7 +81,12 @@ tree_descriptor_3 = evolve(
     name="eagle3_tree",
     summary="an EAGLE-3 head that proposes a tree by confidence",
     capabilities=evolve(
-        descriptor_3.capabilities, tree=Flag(True), request_trees=Flag(True), on_device=False, graphs=Flag(False)
+        descriptor_3.capabilities,
+        tree=Flag(True),
+        request_trees=Flag(True),
+        on_device=False,
+        graphs=Flag(False),
+        checkpoint_form="",
     ),
     factory="slotline.proposers.eagle.drafter:Eagle3TreeDrafter",
     options=EagleTreeOptions,

@@ -24,6 +24,7 @@ from slotline.proposers.eagle.heads import (
     read_config,
     read_weights,
     refuse_more_layers,
+    refuse_strange,
     stored,
 )
 from slotline.registry.contracts import (
@@ -42,6 +43,10 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 class EagleDrafter:
     """Implements `Observer`. Its class is the `KVDrafterFactory`."""
+
+    has_norms = False
+    """True for a norm before the first layer and one behind the last."""
+    most_layers: int | None = None
 
     def __init__(self, context: DrafterContext) -> None:
         self._num_tokens, self._layers = context.num_tokens, context.layers
@@ -69,6 +74,13 @@ class EagleDrafter:
                     f"has {models}",
                     fix="name a head that was trained for this model in drafter.path",
                 )
+        config.refuse_norms(present=cls.has_norms)
+        if cls.most_layers is not None and llama.num_hidden_layers > cls.most_layers:
+            raise ModelError(
+                f"the head in {str(config.path)!r} has num_hidden_layers = {llama.num_hidden_layers}, and heads of "
+                f"this kind have {cls.most_layers}",
+                fix="use the config.json that belongs to these weights",
+            )
         refuse_more_layers(config, stored(config.path))
         size = int(llama.head_dim)
         return tuple(
@@ -121,6 +133,7 @@ class EagleDrafter:
         weights = read_weights(config.path)
         with torch.device("meta"):
             head = EagleHead(config, bias="fc.bias" in weights)
+        refuse_strange(head, weights, config.path)
         fill(head, weights, config.path, assign=True)
         return self._placed(head)
 
@@ -145,6 +158,7 @@ class EagleDrafter:
 class Eagle3Drafter(EagleDrafter):
     """Implements `LayerReader` too."""
 
+    has_norms, most_layers = True, 1
     layer_ids: tuple[int, ...]
 
     def _build(self, context: DrafterContext) -> torch.nn.Module:
@@ -153,6 +167,7 @@ class Eagle3Drafter(EagleDrafter):
         weights = {_name(name): tensor for name, tensor in read_weights(config.path).items()}
         with torch.device("meta"):
             head = Eagle3Head(config, num_states=len(self.layer_ids), bias="fc.bias" in weights)
+        refuse_strange(head, weights, config.path)
         fill(head, weights, config.path, assign=True)
         # d2t holds what is added to a draft token to make it the model's; without it both count alike.
         offsets = weights.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64)).long()

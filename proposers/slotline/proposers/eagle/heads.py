@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
@@ -29,6 +29,22 @@ _INDICES = ("d2t", "t2d")
 """Tables of an EAGLE-3 head: what is added to a draft token, and which of the model's tokens are draft tokens."""
 
 
+_USUAL: Mapping[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+    "target_hidden_size": (None,),
+    "norm_before_fc": (None, False),
+    "use_aux_hidden_state": (None, True),
+    "use_mtp_layernorm": (None, False),
+    "parallel_draft_step": (None, 1),
+}
+"""Fields that change the network of a published head, with the values for which it is one of these two."""
+_NORMS = ("use_input_layernorm_in_first_layer", "use_last_layernorm")
+_PARTS = ("layers.", "midlayer.", "fc.", "fc_norm.")
+_IGNORED = "rotary_emb.inv_freq"
+"""Stored by older versions of transformers, and computed by all."""
+
+
 @frozen(kw_only=True, eq=False)
 class HeadConfig:
     """Settings in a folder's config.json.
@@ -39,6 +55,7 @@ class HeadConfig:
         draft_vocab_size: tokens that an EAGLE-3 head chooses from, by default all of the target's.
         layer_ids: the target's layers, from 0, whose inputs an EAGLE-3 head reads. Empty for the usual three.
         norm_before_residual: True if an EAGLE-3 head adds its attention to the normalised hidden state.
+        norms: what it says of a norm before the first layer and behind the last one, by field. Empty for nothing.
     """
 
     path: Path
@@ -46,6 +63,20 @@ class HeadConfig:
     draft_vocab_size: int
     layer_ids: tuple[int, ...] = ()
     norm_before_residual: bool = False
+    norms: Mapping[str, bool] = field(factory=dict)
+
+    def refuse_norms(self, *, present: bool) -> None:
+        """Refuse a config.json that leaves out norms which heads of its kind have, or has those that they lack.
+
+        Raises:
+            ModelError: naming the field.
+        """
+        for name, said in self.norms.items():
+            if said != present:
+                raise ModelError(
+                    f"the head in {str(self.path)!r} has {name} = {said}, and this kind of head is read with {present}",
+                    fix="check that drafter.path and the drafter's name belong together",
+                )
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """Return the layers to read of a target with `num_layers`: early, middle and late, as in EAGLE-3."""
@@ -66,6 +97,7 @@ def read_config(path: Path) -> HeadConfig:
         missing = [name for name in names if not isinstance(settings.get(name), int)]
         if missing or hidden_act != "silu":
             raise ValueError(f"{', '.join(missing)} missing" if missing else f"hidden_act is {hidden_act!r}")
+        _refuse_unusual(settings)
         known = {key: value for key, value in settings.items() if key not in ("model_type", "architectures", "dtype")}
         llama = LlamaConfig(**known)
     except Exception as error:  # transformers' dataclass validators raise many kinds
@@ -81,7 +113,36 @@ def read_config(path: Path) -> HeadConfig:
         draft_vocab_size=int(settings.get("draft_vocab_size") or llama.vocab_size),
         layer_ids=tuple(map(int, ids)),
         norm_before_residual=bool(settings.get("norm_before_residual", False)),
+        norms={name: bool(settings[name]) for name in _NORMS if settings.get(name) is not None},
     )
+
+
+def _refuse_unusual(settings: Mapping[str, Any]) -> None:
+    """Refuse fields that ask for another network.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    more = settings.get("eagle_config") or {}
+    for where in (settings, more):
+        for name, usual in _USUAL.items():
+            if name == "target_hidden_size":
+                usual = (*usual, settings["hidden_size"])
+            if where.get(name) not in usual:
+                raise ValueError(f"{name} is {where[name]!r}, and heads with {_or(usual)} are read")
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+    if rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
+        raise ValueError(f"{name} is {rope!r}, which turns keys by the length of the text: a cache holds turned keys")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{name} is {rope!r}, and heads whose positions turn all of a head are read")
+    if any(kind != "full_attention" for kind in settings.get("layer_types") or ()):
+        raise ValueError(f"layer_types is {settings['layer_types']!r}, and heads with full attention are read")
+
+
+def _or(usual: tuple[Any, ...]) -> str:
+    values = [repr(value) for value in usual if value is not None]
+    return " or ".join(values) if values else "none"
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -190,6 +251,23 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, 
     module.load_state_dict({name: weights[name] for name in own}, assign=assign)
 
 
+def refuse_strange(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Refuse weights of a head's layers that it has no place for. Copies of the model's own may be there.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    own = module.state_dict()
+    strange = [name for name in weights if name not in own and name.startswith(_PARTS) and not name.endswith(_IGNORED)]
+    if strange:
+        raise ModelError(
+            f"the head in {str(path)!r} has {strange[0]} {list(weights[strange[0]].shape)}"
+            + (f" and {len(strange) - 1} more weights" if len(strange) > 1 else "")
+            + ", for which a head with its config.json has no place",
+            fix="use an EAGLE or EAGLE-3 head of a Llama's layers, or the config.json that belongs to these weights",
+        )
+
+
 def merge(*projections: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return one weight and bias of several projections of the same input, which keep views of their parts."""
     weight = torch.cat([projection.weight.data for projection in projections])
@@ -219,7 +297,7 @@ class Attention(nn.Module):
             states = torch.cat([projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj)], -1)
         else:
             states = functional.linear(x, *self.merged)
-        states = states.view(len(x), -1, self.head_size)
+        states = states.unflatten(-1, (-1, self.head_size))  # of no rows too
         queries, keys = (p.out_features // self.head_size for p in (self.q_proj, self.k_proj))
         turning, value = states.split([queries + keys, keys], 1)
         cosines, sines = (part[:, None] for part in rotary)

@@ -30,6 +30,7 @@ descriptor = Descriptor(
         max_tokens=Max(),
         needs_hidden_states=True,
         needs_checkpoint=True,
+        checkpoint_form="medusa",
         on_device=True,
         graphs=Flag(True),
     ),

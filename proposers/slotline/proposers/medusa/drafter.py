@@ -22,8 +22,6 @@ class MedusaDrafter:
         ModelError: if the folder does not contain heads for this model.
     """
 
-    write_example = staticmethod(write_example)
-
     def __init__(self, context: DrafterContext) -> None:
         self._heads = ProjectedHeads(context, context.num_tokens)
 

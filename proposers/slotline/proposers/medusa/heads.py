@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from slotline.registry.json_file import read_json
 from slotline.registry.tensor_files import stored_tensors, unfit
 
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+_HEADS, _BLOCKS = ("medusa_num_heads", "num_heads"), ("medusa_num_layers", "num_hidden_layers")
 _PREFIX = re.compile(r"^(medusa_heads?|model)\.")
 _FIX = "set drafter.path to a folder with Medusa heads that were trained for this model"
 
@@ -78,7 +80,10 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
     Raises:
         ModelError: if a tensor is missing or does not fit a model of these sizes.
     """
-    num_heads, num_layers, shared = _read_config(path)
+    settings = _read_config(path)
+    num_heads, num_layers = (int(_named(settings, names)) for names in (_HEADS, _BLOCKS))
+    _refuse_other_sizes(path, settings, hidden_size, vocab_size)
+    shared = bool(settings.get("original_lm_head", False))
     found = {_PREFIX.sub("", name): tensor for name, tensor in _read_weights(path).items()}
     _refuse_more_heads(path, num_heads, num_layers, len(found))
     shape = (hidden_size, hidden_size)
@@ -95,10 +100,16 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
         for i in range(num_layers)
     ]
     names = [(f"{h}.{num_layers}.weight", f"lm_heads.{h}.weight") for h in range(num_heads)]
+    used = {name for pair in names for name in pair}
+    for h, i in product(range(num_heads), range(num_layers)):
+        used |= {f"{h}.{i}.linear.{part}" for part in ("weight", "bias")}
+        used |= {f"blocks.{h}.layers.{i}.{part}" for part in ("weight", "bias")}
+    _refuse_strange(path, found, used)
     projections = token_map = None
     if not shared and any(name in found for pair in names for name in pair):
         token_map = _token_map(found, vocab_size, path)
         size = vocab_size if token_map is None else len(token_map)
+        _refuse_other_vocabulary(path, settings, size)
         projections = torch.stack([_find(found, pair, (size, hidden_size), path) for pair in names])
     if not blocks:
         return MedusaHeads(
@@ -119,8 +130,8 @@ def _refuse_more_heads(path: Path, num_heads: int, num_layers: int, num_tensors:
     """Refuse a config.json of more heads or blocks than the file has tensors."""
     if max(num_heads, num_layers, num_heads * num_layers) > num_tensors:
         raise ModelError(
-            f"the heads in {str(path)!r} do not fit: config.json asks for {num_heads} heads of {num_layers} blocks, "
-            f"the file of weights has {num_tensors} tensors",
+            f"the heads in {str(path)!r} do not fit: config.json asks for medusa_num_heads = {num_heads} "
+            f"with medusa_num_layers = {num_layers}, the file of weights has {num_tensors} tensors",
             fix=_FIX,
         )
 
@@ -138,18 +149,51 @@ def _token_map(found: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -
     return tokens.long()
 
 
-def _read_config(path: Path) -> tuple[int, int, bool]:
-    """Return heads, residual blocks of each, and True if they share the model's output projection."""
+def _refuse_other_sizes(path: Path, settings: Mapping[str, Any], hidden_size: int, vocab_size: int) -> None:
+    """Refuse a config.json that says other sizes than the model has, or asks for quantized weights."""
+    for name, models in (("hidden_size", hidden_size), ("vocab_size", vocab_size), ("quantization_config", None)):
+        if (own := settings.get(name)) not in (None, models):
+            raise ModelError(
+                f"the heads in {str(path)!r} have {name} = {own!r}, the model asks for {models or 'none'}", fix=_FIX
+            )
+
+
+def _refuse_other_vocabulary(path: Path, settings: Mapping[str, Any], size: int) -> None:
+    """Refuse a config.json with another number of draft tokens than the projections have."""
+    if (own := settings.get("truncated_vocab_size")) not in (None, size):
+        raise ModelError(
+            f"the heads in {str(path)!r} have truncated_vocab_size = {own!r}, their token_map and projections {size}",
+            fix=_FIX,
+        )
+
+
+def _refuse_strange(path: Path, found: Mapping[str, torch.Tensor], used: set[str]) -> None:
+    """Refuse weights that the heads have no place for. Those of heads that config.json leaves out may be there."""
+    heads = {name.removeprefix("blocks.").removeprefix("lm_heads.").split(".")[0] for name in used}
+    for name in found:
+        if name not in used and name.removeprefix("blocks.").removeprefix("lm_heads.").split(".")[0] in heads:
+            raise ModelError(
+                f"the heads in {str(path)!r} have {name} {list(found[name].shape)}, for which config.json has no place",
+                fix=_FIX,
+            )
+
+
+def _named(settings: Mapping[str, Any], names: tuple[str, str]) -> Any:
+    """Return the setting under the authors' name or vLLM's."""
+    return settings.get(names[0], settings.get(names[1]))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the settings, with numbers of heads and residual blocks that can be."""
     file = path / "config.json"
     try:
         settings: dict[str, Any] = read_json(file)
-        num_heads = settings.get("medusa_num_heads", settings.get("num_heads"))
-        num_layers = settings.get("medusa_num_layers", settings.get("num_hidden_layers"))
+        num_heads, num_layers = _named(settings, _HEADS), _named(settings, _BLOCKS)
         if not isinstance(num_heads, int) or not isinstance(num_layers, int) or num_heads < 1 or num_layers < 0:
             raise ValueError(f"medusa_num_heads = {num_heads!r}, medusa_num_layers = {num_layers!r}")
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"{str(file)!r} does not describe Medusa heads: {error}", fix=_FIX) from error
-    return num_heads, num_layers, bool(settings.get("original_lm_head", False))
+    return settings
 
 
 def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:

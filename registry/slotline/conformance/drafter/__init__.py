@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.conformance.drafter import (
+    config_fields,
     contract,
     edges,
     engine,
@@ -14,4 +15,15 @@ from slotline.conformance.drafter import (
     steps,
 )
 
-__all__ = ["contract", "edges", "engine", "form", "fuzz", "independence", "probabilities", "refusals", "steps"]
+__all__ = [
+    "config_fields",
+    "contract",
+    "edges",
+    "engine",
+    "form",
+    "fuzz",
+    "independence",
+    "probabilities",
+    "refusals",
+    "steps",
+]

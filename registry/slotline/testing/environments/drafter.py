@@ -33,12 +33,15 @@ from slotline.registry.contracts import (
 from slotline.registry.loading import resolve_factory
 from slotline.testing.check import Failed, NotApplicable
 from slotline.testing.environments.drafter_steps import (
+    NUM_LAYERS,
     Steps,
     embedding,
     inspect_nothing,
     model_facts,
     own_layers,
+    state,
 )
+from slotline.testing.oracles.draft_heads import TargetModel, usual_settings, write_head
 from slotline.testing.oracles.drafter import Fault, draft_faults
 from slotline.testing.subject import Subject
 
@@ -91,6 +94,7 @@ class World:
         seed: seed of the garbage.
         ahead: number of tokens by which the host's counts are too large, for some requests. As with overlapping steps,
             the host's draws are missing then, and its table is out of date.
+        path: folder of a drafter that reads one. None for an example.
     """
 
     subject: Subject
@@ -102,6 +106,7 @@ class World:
     garbage: str = "zeros"
     seed: int = 0
     ahead: int = 0
+    path: str | None = None
     drafter: Any = field(init=False)
     steps: Steps | None = field(init=False)
     requests: dict[int, Request] = field(init=False, factory=dict)
@@ -126,6 +131,7 @@ class World:
             device=self.subject.device.type,
             dtype="float32",
             form=self.form,
+            path=self.path,
         )
 
     def admit(self, row: int, request: Request) -> None:
@@ -266,7 +272,11 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
     for name in ("needs_layers", "needs_computed", "needs_kv_group"):
         if getattr(capabilities, name) and not is_shown_steps(capabilities):
             raise NotApplicable(f"{name}: only an engine can give it")
-    if capabilities.needs_checkpoint and not hasattr(resolve_factory(subject.descriptor), "write_example"):
+    if (
+        capabilities.checkpoint_form == ""
+        and capabilities.needs_checkpoint
+        and not hasattr(resolve_factory(subject.descriptor), "write_example")
+    ):
         raise NotApplicable("needs_checkpoint: its factory has no write_example")
     limit = capabilities.max_tokens.limit
     return tuple(range(1, 1 + min(up_to, up_to if limit is None else limit)))
@@ -275,9 +285,10 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
 def is_shown_steps(declared: DrafterCapabilities) -> bool:
     """Return True if the suite plays the engine for a drafter that observes steps.
 
-    It does so for drafters with blocks or states. Others may read more of a model than there is here.
+    It does so for drafters with blocks or states, or with heads of a published form. Others may read more of a model
+    than there is here.
     """
-    return declared.block_attention != "none" or declared.state != "none"
+    return declared.block_attention != "none" or declared.state != "none" or declared.checkpoint_form != ""
 
 
 def with_engine_parts(subject: Subject, context: DrafterContext) -> DrafterContext:
@@ -292,7 +303,7 @@ def with_engine_parts(subject: Subject, context: DrafterContext) -> DrafterConte
     facts = model_facts(context.vocab_size, context.hidden_size, context.max_model_len)
     table = embedding(context.vocab_size, context.hidden_size).to(context.device)
     context = evolve(context, facts=facts, embed=lambda ids: table[ids], compute_logits=lambda x: x.float() @ table.T)
-    context = with_checkpoint(subject, context)
+    context = with_checkpoint(subject, context) if context.path is None else context
     if not declared.needs_kv_group:
         return context
     inspection = DrafterInspection(
@@ -322,12 +333,33 @@ def with_checkpoint(subject: Subject, context: DrafterContext) -> DrafterContext
     """
     if not subject.capabilities.needs_checkpoint:
         return context
-    folder, factory = mkdtemp(dir=_folders().name), cast(CheckpointDrafterFactory, resolve_factory(subject.descriptor))
+    folder = str(empty_folder())
+    if form := subject.capabilities.checkpoint_form:
+        target = target_of(context)
+        sizes = (context.num_tokens, context.vocab_size, context.hidden_size, context.max_model_len)
+        write_head(Path(folder), form, usual_settings(form, *sizes), target)
+        return evolve(context, path=folder)
+    factory = cast(CheckpointDrafterFactory, resolve_factory(subject.descriptor))
     try:
         factory.write_example(Path(folder), evolve(context, options=subject.options))
     except Exception as error:  # the plugin's
         raise Failed(f"write_example raised {type(error).__name__}: {error}") from error
     return evolve(context, path=folder)
+
+
+def target_of(context: DrafterContext) -> TargetModel:
+    """Return the made-up model of a context, for heads of a published form."""
+    return TargetModel(
+        table=embedding(context.vocab_size, context.hidden_size),
+        state=lambda tokens, layer: state(tokens, layer, context.hidden_size),
+        num_layers=NUM_LAYERS,
+        max_model_len=context.max_model_len,
+    )
+
+
+def empty_folder() -> Path:
+    """Return a new folder, which is removed when the process ends."""
+    return Path(mkdtemp(dir=_folders().name))
 
 
 @cache

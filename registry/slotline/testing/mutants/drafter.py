@@ -13,7 +13,9 @@ from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Draft
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.mutants.drafter_heads import MUTANTS as HEADS
 from slotline.testing.reference import drafter as reference
+from slotline.testing.reference import drafter_heads
 from slotline.testing.reference.drafter import (
     Array,
     HiddenHeads,
@@ -619,6 +621,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("first-state", "uses the first row's state for all", Level.HOSTILE, FirstStateForAll),
     _mutant("no-singles", "misses steps of one token", Level.HOSTILE, SkipsSingleTokens),
     _mutant("no-preempt", "declares a state and has no preempt", Level.CONTRACT, NoPreempt),
+    *HEADS,
     _mutant("blind-state", "declares a state and sees no steps", Level.CONTRACT, TokenState, _STATE_OF_NOTHING),
 )
 
@@ -630,4 +633,5 @@ CORRECT: tuple[Correct, ...] = (
     Correct("counted pairs: state by row, draws with probabilities", reference.probabilistic),
     Correct("a block of masks over a layer of its own", reference.masked_block),
     Correct("a recurrent state of each row", reference.token_state),
+    Correct("Medusa's published heads, one after the other", drafter_heads.medusa),
 )
