@@ -11,6 +11,7 @@ from attrs import evolve
 
 pytest.importorskip("triton")
 
+from slotline.backends.triton import index_scores
 from slotline.backends.triton.build import build
 from slotline.backends.triton.indexed import TritonIndexed
 from slotline.testing.environments.attention import Case
@@ -26,7 +27,6 @@ BATCHES = {
     "prefill": ((40, 40), (0, 0), (17, 17), (3, 3)),
     "mixed": ((1, 33), (1, 90), (0, 12), (5, 40), (20, 61)),
     "verify": ((5, 37), (5, 5), (0, 8), (5, 101), (3, 64)),
-    "beyond a tile of counted scores": ((1, 1300),),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"dtype": torch.float16},
@@ -70,6 +70,31 @@ def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
     backend = build(world.case.context())
     assert isinstance(backend, TritonIndexed)
     world.check(*world.run(backend))
+
+
+@pytest.mark.parametrize("amplitude", [1.0, 0.0])
+@pytest.mark.parametrize("tile", [8, 32, 128])
+def test_the_best_of_tiles_are_listed_and_picked_among(
+    tile: int, amplitude: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_scores, "PICK_TILE", tile)
+    requests = ((1, 33), (1, 500), (1, 1), (1, 129), (3, 400), (2, 12))
+    world = IndexedWorld(Case(requests=requests, **INDEXED, index_amplitude=amplitude))
+    world.check(*world.run(build(world.case.context())))
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_scores_are_made_in_pieces_where_memory_is_short(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_scores, "MOST_BYTES", 4 * 128 * rows)
+    case = Case(requests=BATCHES["mixed"], **INDEXED)
+    context = evolve(case.context(), max_model_len=128, max_tokens=64)
+    room = index_scores.workspace(context)
+    assert room == 4 * 128 * rows
+    for memory in (None, torch.zeros(room, dtype=torch.uint8)):
+        world = IndexedWorld(case)
+        backend = build(evolve(context, workspace=memory))
+        world.check(*world.run(backend))
+        assert memory is None or memory.any()
 
 
 def test_a_layer_uses_the_picks_of_an_earlier_one() -> None:

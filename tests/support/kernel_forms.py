@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from logging import getLogger
 from logging.handlers import QueueHandler
@@ -132,19 +132,55 @@ def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) 
 
 def hopper() -> None:
     """The kernels for Hopper, and whether they compile under this Triton."""
-    from slotline.kernels import triton_precompile as compiling
-
     launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
     launches += map(hopper_decodes, COUNTS)
+    assert compiled(launches[:: len(COUNTS)]) == 3
+
+
+def compiled(launches: Iterable[Callable[[], Any]]) -> int:
+    """Compile the kernels of some launches, and return their number."""
+    from slotline.kernels import triton_precompile as compiling
+
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        for launch in launches[:: len(COUNTS)]:
+        for launch in launches:
             launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)
     triton.knobs.runtime.jit_cache_hook = asked
-    assert len(missing) == 3
+    return len(missing)
+
+
+def indexed() -> None:
+    """Latents among which an index picks, and whether the kernels for this compile."""
+    launches = [indexed_latents(n) for n in COUNTS]
+    assert compiled(launches[:1]) == 5
+
+
+def indexed_latents(n: int) -> Callable[[], Any]:
+    """Decodes, prompts and both among picks; the last of the launches, to be made again."""
+    from slotline.backends.triton.indexed import TritonIndexed
+    from slotline.testing.environments.attention import Case
+    from slotline.testing.environments.attention_index import IndexedWorld
+
+    sizes: dict[str, Any] = {"mla": True, "num_kv_heads": 1, "num_heads": 4, "head_size": 48, "head_size_v": 32}
+    sizes |= {"index_topk": 30, "index_heads": 16, "index_size": 32, "cache_format": "latent_index"}
+
+    def launch() -> None:
+        backend = TritonIndexed(world.case.context("cpu"))
+        backend._cores = 132
+        plan = backend.plan(world.batch)
+        query, key, value = world.new_tokens()
+        out = torch.zeros(*query.shape[:2], 32, dtype=query.dtype)
+        backend.write(world.layer, key, value, world.cache, plan, **world.inputs())
+        backend.forward(world.layer, query, key, value, world.cache, plan, out, **world.inputs())
+
+    for requests in (((1, 300),) * n, ((n, n + 50), (9, 80)), ((1, 40), (n, 3 * n + 7))):
+        world = IndexedWorld(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
+        world.batch.block_table = torch.zeros(len(requests), 64, dtype=torch.int32)
+        launch()
+    return launch
 
 
 def uncompiled() -> None:
@@ -283,9 +319,14 @@ def report(kind: str, *limits: str) -> None:
         logits()
     elif kind == "hopper":
         hopper()
+<<<<<<< HEAD
     elif kind == "uncompiled":
         uncompiled()
         return
+=======
+    elif kind == "indexed":
+        indexed()
+>>>>>>> 3f569a5e (Pick index keys in registers, and read codes in words, on a card)
     elif kind == "latents":
         attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
     else:

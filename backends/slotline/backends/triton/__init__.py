@@ -8,6 +8,7 @@ from typing import Any, Literal
 from attrs import evolve, frozen
 
 from slotline.backends.keys_ahead import KEYS_AHEAD, LIMITS
+from slotline.backends.triton.index_scores import workspace
 from slotline.kernels.gluon_support import HOPPER, SERVED, has_hopper_kernels, why_no_gluon
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
@@ -99,6 +100,7 @@ descriptor = Descriptor(
         plain_writes=True,
         several_plans=True,
         bounded_lengths=True,
+        workspace=workspace,
         scores=Flag(True, "a matrix product in float32, beside the kernels"),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),

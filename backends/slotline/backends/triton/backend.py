@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
-from slotline.backends.triton import TritonOptions, kernels
+from slotline.backends.triton import TritonOptions, decode_codes, kernels
 from slotline.backends.triton.prompts import PromptAttention
 from slotline.backends.window_scores import window_scores
 from slotline.kernels.gluon_support import device_has_hopper_kernels
@@ -71,6 +71,7 @@ WIDE = Shape(128, 4, 3, 64)
 SHORT = Shape(64, 4, 3, 64)
 PREFILL = Shape(64, 8, 3, 256)
 PREFIX = Shape(64, 8, 3, 128)
+CODED = Shape(decode_codes.TILE, decode_codes.WARPS, decode_codes.STAGES, 64)
 LARGE = Shape(32, 4, 2, 32)
 """For heads above 128, and float32."""
 
@@ -137,6 +138,7 @@ class TritonBackend:
         if context.cache_format != PLAIN:
             codes: torch.dtype = getattr(torch, context.kv_dtype)
             self._codes, self._rotates = CODES[codes], cache_codes.is_rotated(codes)
+        self._in_words = decode_codes.codes_of(context)
         self._slopes = slopes_of(context)
         self._invariant = context.batch_invariant
         early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
@@ -278,6 +280,8 @@ class TritonBackend:
 
     def _decode_shape(self, tokens: int) -> Shape:
         """Return the kernel's sizes for single query tokens, by the number of programs for each multiprocessor."""
+        if self._in_words:
+            return CODED
         if self._large:
             return LARGE
         load = tokens * self._kv_heads / self._cores
@@ -447,6 +451,11 @@ class TritonBackend:
             scales = cache["key_scale"], cache["value_scale"]
             of_scales = (*scales[0].stride(), *scales[1].stride())
         tree = batch.tree if launch.cascade != "prefix" else None
+        if self._in_words and launch.single and tree is None and launch.cascade != "prefix":
+            words = decode_codes.in_words(cache.key, cache.value)
+            if words is not None:
+                self._decode_codes(layer, query, words, scales, of_scales, plan, launch, out, lse, parts, norms, sinks)
+                return
         nodes, sees, depths = (lse,) * 3 if tree is None else (plan.nodes, tree.sees.view(torch.uint8), tree.depths)
         kernels.attend[(launch.blocks * layer.num_kv_heads, launch.splits)](
             query,
@@ -508,6 +517,77 @@ class TritonBackend:
             exact=self._exact,
             codes=self._codes,
             peel=launch.shape in (PREFILL, PREFIX) or tree is not None,  # in verification of chains it costs a tenth
+            num_warps=launch.shape.warps,
+            num_stages=launch.shape.stages,
+            **_start(early=launch.early),
+        )
+
+    def _decode_codes(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        words: tuple[torch.Tensor, ...],
+        scales: tuple[torch.Tensor, torch.Tensor],
+        of_scales: tuple[int, ...],
+        plan: Plan,
+        launch: Launch,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: torch.Tensor,
+        norms: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Launch the kernel for single query tokens over codes."""
+        batch, codes = plan.batch, self._in_words
+        padded, padded_v = decode_codes.sizes_of(layer, codes)
+        decode_codes.decode_codes[(launch.tokens * layer.num_kv_heads, launch.splits)](
+            query,
+            *words,
+            out,
+            lse,
+            parts,
+            norms,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            lse if sinks is None else sinks,
+            lse if self._slopes is None else self._slopes,
+            lse if batch.common_prefix is None else batch.common_prefix,
+            *scales,
+            launch.first,
+            layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
+            layer.soft_cap or 1.0,
+            query.stride(0),
+            query.stride(1),
+            *words[0].stride()[:3],
+            *words[1].stride()[:3],
+            *of_scales,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            batch.block_table.stride(0),
+            layer.num_heads,
+            launch.splits,
+            launch.first_part,
+            launch.num_parts,
+            layer.window or 0,
+            group=self._group,
+            size=layer.head_size,
+            size_v=layer.head_size_v,
+            padded=padded,
+            padded_v=padded_v,
+            parts_row=_padded_v(layer),
+            page=self._page,
+            tile=launch.shape.tile,
+            block_m=max(16, triton.next_power_of_2(self._group)),
+            codes=codes,
+            scaled="token" if self._codes else "layer" if self._scales.get(layer.index) else "",
+            has_window=layer.window is not None,
+            has_cap=layer.soft_cap is not None,
+            has_sinks=sinks is not None,
+            has_slopes=self._slopes is not None,
+            split=launch.num_parts > 1,
+            rest=launch.cascade == "rest",
             num_warps=launch.shape.warps,
             num_stages=launch.shape.stages,
             **_start(early=launch.early),

@@ -1,9 +1,11 @@
 """Sparse attention over latents in Triton: scores of an index, the keys that it picks, attention to these alone.
 
-The index is DeepSeek-V3.2's (arXiv 2512.02556, section 2.1). Keys are picked by a radix selection over the scores' bits
-(Alabi et al. 2012, "Fast k-selection algorithms for graphics processing units"): four passes of eight bits find the
-lowest picked score, and one more collects the slots in the order of their positions. So of equal scores the lower
-positions are picked, and a picked key is one load away for every layer that shares the block table.
+The index is DeepSeek-V3.2's (arXiv 2512.02556, section 2.1). Keys are picked by bisection: scores are compared as whole
+numbers in the same order, and counting how many are not below the middle of what is left halves that. It ends early
+where the count is the wanted one. Scores stay in registers meanwhile, where they fit (as in Alabi et al. 2012, "Fast
+k-selection algorithms for graphics processing units", section 3). Slots are collected in the order of their positions.
+So of equal scores the lower positions are picked, and a picked key is one load away for every layer that shares the
+block table.
 """
 
 # mypy: ignore-errors
@@ -15,11 +17,8 @@ import triton.language as tl
 
 from slotline.backends.triton.latent_kernels import _find_request
 
-BINS: int = 256
-"""Numbers of eight bits."""
 
-
-@triton.jit(do_not_specialize=["first", "num_requests", "num_splits"])
+@triton.jit(do_not_specialize=["first", "num_requests", "low", "high", "num_splits"])
 def score_keys(
     query,
     weight,
@@ -30,6 +29,8 @@ def score_keys(
     starts,
     first,
     num_requests,
+    low,
+    high,
     q_token,
     q_head,
     w_token,
@@ -51,8 +52,9 @@ def score_keys(
 ):
     """Score a split of a request's keys for a block of its query tokens. Grid: (blocks of tokens, splits).
 
-    Requests are `first` .. `num_requests`. `single` means that each has one query token. Scores go to [tokens, keys]
-    float32. Those of keys after the last query of a block are left as they are.
+    Requests are `first` .. `num_requests`. `single` means that each has one query token. Scores of query tokens `low`
+    .. `high` go to [tokens from `low` on, keys] float32. Those of keys after the last query of a block are left as they
+    are.
     """
     if single:
         request, block = first + tl.program_id(0), 0
@@ -64,7 +66,11 @@ def score_keys(
     length = tl.load(seq_lens + request)
     if block * block_q >= query_len:
         return
-    count = tl.minimum(query_len - block * block_q, block_q)
+    row = begin + block * block_q
+    count = tl.minimum(tl.minimum(query_len - block * block_q, block_q), high - row)
+    skipped = tl.maximum(low - row, 0)
+    if skipped >= count:
+        return
     end = tl.minimum(length, length - query_len + block * block_q + count)
     last_tile = tl.cdiv(end, tile)
     share = tl.cdiv(last_tile, num_splits)
@@ -73,23 +79,53 @@ def score_keys(
     table += request.to(tl.int64) * table_row
     head, dim = tl.arange(0, padded_heads), tl.arange(0, padded)
     known = head < heads
-    for number in range(first_tile, last_tile):
-        key = number * tile + tl.arange(0, tile)
-        real = key < end
-        place = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
-        at = keys + (place * k_block + (key % page) * k_token)[:, None] + dim[None, :]
-        stored = tl.load(at, mask=real[:, None] & (dim < size)[None, :], other=0.0)
-        for token in range(count):
-            row = (begin + block * block_q + token).to(tl.int64)
-            q_at = query + row * q_token + (head * q_head)[:, None] + dim[None, :]
-            q = tl.load(q_at, mask=known[:, None] & (dim < size)[None, :], other=0.0)
-            if exact:
-                products = tl.dot(q, tl.trans(stored.to(q.dtype)), input_precision="ieee")
-            else:
-                products = tl.dot(q, tl.trans(stored.to(q.dtype)))
-            factor = tl.load(weight + row * w_token + head * w_head, mask=known, other=0.0)
-            score = tl.sum(tl.maximum(products, 0.0) * factor[:, None], 0)
-            tl.store(scores + row * s_token + key, score, mask=real)
+    taken = known[:, None] & (dim < size)[None, :]
+    q_at = query + (head * q_head)[:, None] + dim[None, :]
+    w_at = weight + head * w_head
+    row = row.to(tl.int64)
+    scores += (row - low) * s_token
+    if single:  # a loop without another inside it, so that keys of later tiles are asked for ahead
+        q = tl.load(q_at + row * q_token, mask=taken, other=0.0)
+        factor = tl.load(w_at + row * w_token, mask=known, other=0.0)
+        for number in tl.range(first_tile, last_tile):
+            key = number * tile + tl.arange(0, tile)
+            real = key < end
+            stored = _index_keys(keys, table, key, real, dim, k_block, k_token, size, page).to(q.dtype)
+            tl.store(scores + key, _scores(q, stored, factor, exact), mask=real)
+    else:
+        for number in range(first_tile, last_tile):
+            key = number * tile + tl.arange(0, tile)
+            real = key < end
+            stored = _index_keys(keys, table, key, real, dim, k_block, k_token, size, page)
+            for token in range(skipped, count):
+                q = tl.load(q_at + (row + token) * q_token, mask=taken, other=0.0)
+                factor = tl.load(w_at + (row + token) * w_token, mask=known, other=0.0)
+                tl.store(scores + token * s_token + key, _scores(q, stored.to(q.dtype), factor, exact), mask=real)
+
+
+@triton.jit
+def _index_keys(keys, table, key, real, dim, k_block, k_token, size: tl.constexpr, page: tl.constexpr):
+    """Load the index's keys of some positions, [keys, dims]."""
+    place = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
+    at = keys + (place * k_block + (key % page) * k_token)[:, None] + dim[None, :]
+    return tl.load(at, mask=real[:, None] & (dim < size)[None, :], other=0.0)
+
+
+@triton.jit
+def _scores(q, stored, factor, exact: tl.constexpr):
+    """Return the scores [keys] float32 of keys for one token."""
+    if exact:  # noqa: SIM108 - the compiler compiles both sides of an expression
+        products = tl.dot(q, tl.trans(stored), input_precision="ieee")
+    else:
+        products = tl.dot(q, tl.trans(stored))
+    return tl.sum(tl.maximum(products, 0.0) * factor[:, None], 0)
+
+
+@triton.jit
+def _score_of(number):
+    """Return the score of a number that `_ordered` gave."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits ^ ((~bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -99,28 +135,38 @@ def _ordered(score):
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "most"])
+@triton.jit(do_not_specialize=["first", "num_requests", "low", "high", "most", "l_token", "p_token"])
 def pick_keys(
     scores,
+    table,
+    listed_scores,
+    listed,
     picks,
     counts,
-    table,
     seq_lens,
     starts,
     first,
     num_requests,
+    low,
+    high,
     most,
     s_token,
-    p_token,
     table_row,
+    l_token,
+    p_token,
     page: tl.constexpr,
     tile: tl.constexpr,
     single: tl.constexpr,
+    turn: tl.constexpr,
 ):
     """Write the slots of the `most` keys with the highest scores of one query token, and their number.
 
     Slots go to picks [tokens, most] int32 in the order of positions, numbers to counts [tokens] int32. Grid: query
-    tokens of requests `first` .. `num_requests`, one each if `single`.
+    tokens of requests `first` .. `num_requests`, one each if `single`, by tiles of keys. Only those of `low` .. `high`
+    are served, whose scores are given.
+
+    `turn` is "only" to pick among all keys. Where there are several tiles, "first" puts the best `most` of each on a
+    list, listed_scores and listed [tokens from `low` on, tiles * most], and "last" picks among the listed ones.
     """
     if single:
         request, offset = first + tl.program_id(0), 0
@@ -129,49 +175,114 @@ def pick_keys(
         # Each request has room for one more block of rows than it has rows.
     begin = tl.load(starts + request)
     query_len = tl.load(starts + request + 1) - begin
-    if offset >= query_len:
-        return
     row = (begin + offset).to(tl.int64)
+    if (offset >= query_len) | (row < low) | (row >= high):
+        return
     length = tl.load(seq_lens + request) - query_len + offset + 1  # keys that the token may see
+    scores += (row - low) * s_token
     table += request.to(tl.int64) * table_row
-    scores += row * s_token
-    picks += row * p_token
-    index = tl.arange(0, tile)
-    wanted = tl.minimum(length, most)
-    tl.store(counts + row, tl.maximum(wanted, 0))
-    lowest = tl.zeros([], tl.uint32)  # the lowest picked score, found eight bits at a time
-    left = wanted  # how many of the scores that begin with these bits are picked
-    if length > most:
-        bins = tl.arange(0, 256)
-        for digit in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * digit
-            found = tl.zeros([256], tl.int32)
-            for begin_tile in range(0, length, tile):
-                key = begin_tile + index
-                real = key < length
-                number = _ordered(tl.load(scores + key, mask=real, other=0.0))
-                if digit > 0:
-                    real = real & ((number >> (shift + 8)) == (lowest >> (shift + 8)))
-                found += tl.histogram(((number >> shift) & 255).to(tl.int32), 256, mask=real)
-            above = tl.sum(found, 0) - tl.cumsum(found, 0)
-            here = (above < left) & (left <= above + found)
-            lowest = lowest | (tl.sum(tl.where(here, bins, 0), 0).to(tl.uint32) << shift)
-            left = left - tl.sum(tl.where(here, above, 0), 0)
-    equals, written = 0, 0
-    for begin_tile in range(0, length, tile):
-        key = begin_tile + index
+    listed_scores += (row - low) * l_token
+    listed += (row - low) * l_token
+    if turn == "first":
+        at = tl.program_id(1) * tile
+        count = tl.minimum(length - at, tile)
+        if count <= 0:
+            return
+        key = at + tl.arange(0, tile)
         real = key < length
-        taken = real
-        if length > most:
-            number = _ordered(tl.load(scores + key, mask=real, other=0.0))
-            equal = real & (number == lowest)
-            rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-            taken = real & ((number > lowest) | (equal & (rank <= left)))
-            equals += tl.sum(equal.to(tl.int32), 0)
-        to = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+        number = _ordered(tl.load(scores + key, mask=real, other=-float("inf")))
+        limit, left = _limit(number, real, count, most)
+        taken, to, _, _ = _taken(number, real, limit, left, 0, tl.program_id(1) * most)
         slot = tl.load(table + key // page, mask=taken, other=0) * page + key % page
-        tl.store(picks + to, slot, mask=taken)
-        written += tl.sum(taken.to(tl.int32), 0)
+        tl.store(listed + to, slot, mask=taken)
+        tl.store(listed_scores + to, _score_of(number), mask=taken)
+        return
+    tl.store(counts + row, tl.maximum(tl.minimum(length, most), 0))
+    picks += row * p_token
+    if turn == "last":
+        scores, whole = listed_scores, length // tile
+        length = whole * most + tl.minimum(length - whole * tile, most)
+    if length <= tile:
+        key = tl.arange(0, tile)
+        real = key < length
+        number = _ordered(tl.load(scores + key, mask=real, other=-float("inf")))
+        limit, left = _limit(number, real, length, most)
+        _write(number, real, key, limit, left, 0, 0, picks, table, listed, page, turn)
+    else:
+        limit, left = _limit_in_tiles(scores, length, most, tile)
+        equals, written = 0, 0
+        for start in range(0, length, tile):
+            key = start + tl.arange(0, tile)
+            real = key < length
+            number = _ordered(tl.load(scores + key, mask=real, other=-float("inf")))
+            equals, written = _write(number, real, key, limit, left, equals, written, picks, table, listed, page, turn)
+
+
+@triton.jit
+def _limit(number, real, count, most):
+    """Return the lowest picked of numbers in registers, and how many of those that equal it are picked."""
+    lowest = tl.min(tl.where(real, number, 0xFFFFFFFF), 0).to(tl.int64)
+    highest = tl.max(tl.where(real, number, 0), 0).to(tl.int64)
+    exact = tl.zeros([], tl.int32)
+    if count > most:
+        while (lowest < highest) & (exact == 0):
+            middle = lowest + (highest - lowest + 1) // 2
+            found = tl.sum((real & (number >= middle.to(tl.uint32))).to(tl.int32), 0)
+            exact = (found == most).to(tl.int32)
+            lowest = tl.where(found >= most, middle, lowest)
+            highest = tl.where(found >= most, highest, middle - 1)
+    limit = lowest.to(tl.uint32)
+    return limit, most - tl.sum((real & (number > limit)).to(tl.int32), 0)
+
+
+@triton.jit
+def _limit_in_tiles(scores, length, most, tile: tl.constexpr):
+    """Return the same for more than `most` scores, which are read again and again."""
+    lowest, highest = tl.full([], 0, tl.int64), tl.full([], 0xFFFFFFFF, tl.int64)
+    exact = tl.zeros([], tl.int32)
+    while (lowest < highest) & (exact == 0):
+        middle = lowest + (highest - lowest + 1) // 2
+        found = _count(scores, length, middle, tile)
+        exact = (found == most).to(tl.int32)
+        lowest = tl.where(found >= most, middle, lowest)
+        highest = tl.where(found >= most, highest, middle - 1)
+    return lowest.to(tl.uint32), most - _count(scores, length, lowest + 1, tile)
+
+
+@triton.jit
+def _count(scores, length, least, tile: tl.constexpr):
+    """Return how many scores are not below a number, an int64."""
+    found = tl.zeros([tile], tl.int32)
+    for begin in range(0, length, tile):
+        key = begin + tl.arange(0, tile)
+        real = key < length
+        number = _ordered(tl.load(scores + key, mask=real, other=-float("inf")))
+        found += (real & (number.to(tl.int64) >= least)).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _taken(number, real, limit, left, equals, written):
+    """Return which keys are above a limit or of the first `left` at it, their places, and both counts with them."""
+    equal = real & (number == limit)
+    rank = equals + tl.cumsum(equal.to(tl.int32), 0)
+    taken = (real & (number > limit)) | (equal & (rank <= left))
+    to = written + tl.cumsum(taken.to(tl.int32), 0) - 1
+    return taken, to, equals + tl.sum(equal.to(tl.int32), 0), written + tl.sum(taken.to(tl.int32), 0)
+
+
+@triton.jit
+def _write(
+    number, real, key, limit, left, equals, written, picks, table, listed, page: tl.constexpr, turn: tl.constexpr
+):
+    """Write the slots of the picked keys, and return both counts with these."""
+    taken, to, equals, written = _taken(number, real, limit, left, equals, written)
+    if turn == "last":
+        slot = tl.load(listed + key, mask=taken, other=0)
+    else:
+        slot = tl.load(table + key // page, mask=taken, other=0) * page + key % page
+    tl.store(picks + to, slot, mask=taken)
+    return equals, written
 
 
 @triton.jit(do_not_specialize=["lse_head", "num_splits"])

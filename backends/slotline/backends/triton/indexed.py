@@ -3,40 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 from attrs import frozen
 
-from slotline.backends.triton import index_kernels, kernels, latent_kernels
-from slotline.backends.triton.latents import EXACT, FEW, MANY, TritonLatents, splits_of
+from slotline.backends.triton import index_kernels, index_scores, kernels, latent_kernels
+from slotline.backends.triton.latents import EXACT, FEW, MANY, MAX_SPLITS, TritonLatents, splits_of
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer
 from slotline.registry.contracts.cache_tensors import CacheTensors
 
-SCORE_TILE, PICK_TILE = 64, 1024
-"""Keys that a program scores at a time, and scores that it counts at a time."""
+SCORE_TILE = 64
+"""Keys that a program scores at a time."""
+PICK_WARPS = 16
+"""Warps that pick among a token's scores."""
 SCORE_BLOCK = 8
 """Query tokens of a request that a program scores one after another with the same keys."""
-SCORE_WAVES = 4
-"""Programs that score, for each multiprocessor. More would begin with less to do."""
+SCORE_PLACES = 3
+"""Programs that score at a time on a multiprocessor."""
 EXACT_TILE = 16
 """For float32."""
 
 
-@frozen(kw_only=True)
+@frozen
 class Part:
-    """Requests `first` .. `end` whose `tokens` query tokens are scored in `blocks` blocks and `splits` splits of keys.
+    """Requests `first` .. `end` whose query tokens are scored in `blocks` blocks and `splits` splits of keys.
 
-    `single` means that each has one query token.
+    Their query tokens are `first_token` .. `first_token + tokens`. `single` means that each has one.
     """
 
     first: int
     end: int
+    first_token: int
     tokens: int
     blocks: int
     splits: int
     single: bool
+
+
+class Room(NamedTuple):
+    """Memory of some query tokens: scores [tokens, keys] float32, and the lists of `pick_keys`.
+
+    These are best [tokens, listed] float32 and slots [tokens, listed] int32, of no columns if there are none.
+    """
+
+    scores: torch.Tensor
+    best: torch.Tensor
+    slots: torch.Tensor
 
 
 class Plan(NamedTuple):
@@ -45,6 +60,12 @@ class Plan(NamedTuple):
     batch: AttentionBatch
     parts: tuple[Part, ...]
     picks: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@lru_cache(maxsize=4096)
+def score_splits(blocks: int, tiles: int, places: int) -> int:
+    """Return the number of splits of the keys that ends first, if programs run in waves that fill the places."""
+    return min(range(1, min(tiles, MAX_SPLITS) + 1), key=lambda n: -(-blocks * n // places) * (-(-tiles // n) + 1))
 
 
 class TritonIndexed(TritonLatents):
@@ -56,21 +77,24 @@ class TritonIndexed(TritonLatents):
     def __init__(self, context: AttentionContext) -> None:
         super().__init__(context)
         self._most = min(context.layers[0].index_topk or 0, context.max_model_len)
+        self._workspace = context.workspace
 
     def plan(self, batch: AttentionBatch) -> Plan:  # type: ignore[override]
         decodes, requests = batch.num_decodes, batch.num_requests
         parts = []
         if decodes:
-            parts.append(self._part(batch, 0, decodes, decodes, single=True))
+            parts.append(self._part(batch, 0, decodes, 0, decodes, single=True))
         if decodes < requests and batch.num_tokens > decodes:
-            parts.append(self._part(batch, decodes, requests, batch.num_tokens - decodes, single=False))
+            parts.append(self._part(batch, decodes, requests, decodes, batch.num_tokens - decodes, single=False))
         return Plan(batch, tuple(parts), {})
 
-    def _part(self, batch: AttentionBatch, first: int, end: int, tokens: int, *, single: bool) -> Part:
+    def _part(
+        self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, *, single: bool
+    ) -> Part:
         blocks = tokens if single else tokens // SCORE_BLOCK + end - first
         tiles: int = triton.cdiv(max(batch.max_seq_len, 1), EXACT_TILE if self._exact else SCORE_TILE)
-        splits = max(1, min(tiles, SCORE_WAVES * self._cores // blocks))
-        return Part(first=first, end=end, tokens=tokens, blocks=blocks, splits=splits, single=single)
+        splits = score_splits(blocks, tiles, SCORE_PLACES * self._cores)
+        return Part(first, end, first_token, tokens, blocks, splits, single)
 
     def write(  # type: ignore[override]
         self,
@@ -136,57 +160,117 @@ class TritonIndexed(TritonLatents):
         batch, device = plan.batch, keys.device
         query, weight = inputs["index_query"], inputs["index_weight"]
         query = query if query.stride(2) == 1 else query.contiguous()
-        heads, size = query.shape[1:]
-        scores = torch.empty((batch.num_tokens, batch.max_seq_len), dtype=torch.float32, device=device)
+        room = self._room(batch, device)
         picks = torch.empty((batch.num_tokens, self._most), dtype=torch.int32, device=device)
         counts = torch.empty(batch.num_tokens, dtype=torch.int32, device=device)
         for part in plan.parts:
-            index_kernels.score_keys[(part.blocks, part.splits)](
-                query,
-                weight,
-                keys,
-                scores,
+            last = part.first_token + part.tokens
+            for low in range(part.first_token, last, len(room.scores)):
+                high = min(last, low + len(room.scores))
+                self._score(part, low, high, query, weight, keys, room.scores, batch)
+                self._pick_keys(part, low, high, room, picks, counts, batch)
+        return picks, counts
+
+    def _room(self, batch: AttentionBatch, device: torch.device) -> Room:
+        """Return memory for scores of as many query tokens at a time as fit."""
+        keys = index_scores.round_up(batch.max_seq_len)
+        lists = index_scores.listed(batch.max_seq_len, self._most)
+        size = index_scores.row_bytes(batch.max_seq_len, self._most)
+        memory = self._workspace
+        if memory is None or memory.nbytes < size:  # outside of an engine
+            rows = min(batch.num_tokens, max(1, index_scores.MOST_BYTES // size))
+            memory = torch.empty(rows * size, dtype=torch.uint8, device=device)
+        rows = min(batch.num_tokens, memory.nbytes // size)
+        parts = memory[: rows * size].view(torch.float32).split([rows * keys, rows * lists, rows * lists])
+        best, slots = (part.view(rows, lists) for part in parts[1:])
+        return Room(parts[0].view(rows, keys), best, slots.view(torch.int32))
+
+    def _score(
+        self,
+        part: Part,
+        low: int,
+        high: int,
+        query: torch.Tensor,
+        weight: torch.Tensor,
+        keys: torch.Tensor,
+        scores: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        """Score the keys of query tokens `low` .. `high`."""
+        heads, size = query.shape[1:]
+        index_kernels.score_keys[(part.blocks, part.splits)](
+            query,
+            weight,
+            keys,
+            scores,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            part.first,
+            part.end,
+            low,
+            high,
+            query.stride(0),
+            query.stride(1),
+            weight.stride(0),
+            weight.stride(1),
+            *keys.stride()[:2],
+            scores.stride(0),
+            batch.block_table.stride(0),
+            part.splits,
+            heads=heads,
+            padded_heads=max(16, triton.next_power_of_2(heads)),
+            size=size,
+            padded=max(16, triton.next_power_of_2(size)),
+            page=self._page,
+            tile=EXACT_TILE if self._exact else SCORE_TILE,
+            block_q=1 if part.single else SCORE_BLOCK,
+            single=part.single,
+            exact=self._exact,
+        )
+
+    def _pick_keys(
+        self,
+        part: Part,
+        low: int,
+        high: int,
+        room: Room,
+        picks: torch.Tensor,
+        counts: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> None:
+        """Pick among the scored keys of query tokens `low` .. `high`."""
+        rows = part.tokens if part.single else part.tokens + part.end - part.first
+        turns: tuple[tuple[str, int], ...] = (("only", 1),)
+        best, best_slots = room.scores, picks  # not read unless there are lists
+        if room.best.shape[1]:
+            best, best_slots = room.best, room.slots
+            turns = ("first", best.shape[1] // self._most), ("last", 1)
+        for turn, programs in turns:
+            index_kernels.pick_keys[(rows, programs)](
+                room.scores,
                 batch.block_table,
-                batch.seq_lens,
-                batch.query_start_loc,
-                part.first,
-                part.end,
-                query.stride(0),
-                query.stride(1),
-                weight.stride(0),
-                weight.stride(1),
-                *keys.stride()[:2],
-                scores.stride(0),
-                batch.block_table.stride(0),
-                part.splits,
-                heads=heads,
-                padded_heads=max(16, triton.next_power_of_2(heads)),
-                size=size,
-                padded=max(16, triton.next_power_of_2(size)),
-                page=self._page,
-                tile=EXACT_TILE if self._exact else SCORE_TILE,
-                block_q=1 if part.single else SCORE_BLOCK,
-                single=part.single,
-                exact=self._exact,
-            )
-            index_kernels.pick_keys[(part.tokens if part.single else part.tokens + part.end - part.first,)](
-                scores,
+                best,
+                best_slots,
                 picks,
                 counts,
-                batch.block_table,
                 batch.seq_lens,
                 batch.query_start_loc,
                 part.first,
                 part.end,
+                low,
+                high,
                 self._most,
-                scores.stride(0),
-                picks.stride(0),
+                room.scores.stride(0),
                 batch.block_table.stride(0),
+                best.stride(0),
+                picks.stride(0),
                 page=self._page,
-                tile=PICK_TILE,
+                tile=index_scores.PICK_TILE,
                 single=part.single,
+                turn=turn,
+                num_warps=PICK_WARPS,
             )
-        return picks, counts
 
     def _attend_picks(
         self,
