@@ -319,14 +319,11 @@ def report(kind: str, *limits: str) -> None:
         logits()
     elif kind == "hopper":
         hopper()
-<<<<<<< HEAD
     elif kind == "uncompiled":
         uncompiled()
         return
-=======
     elif kind == "indexed":
         indexed()
->>>>>>> 3f569a5e (Pick index keys in registers, and read codes in words, on a card)
     elif kind == "latents":
         attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
     else:

@@ -68,8 +68,9 @@ def test_every_layer_gets_the_fused_passes_made_for_it(
     name: str, dtype: str, checkpoints: Callable[[str], Path]
 ) -> None:
     model = load(checkpoints(name), device="cuda", dtype=dtype, optimize=True)
-    assert forwards(model, LeanForward) == 4
-    dense = DENSE_LAYERS.get(name, 0 if name in MIXTURES else 4)
+    layers = model.hf_model.config.num_hidden_layers
+    assert forwards(model, LeanForward) == layers
+    dense = DENSE_LAYERS.get(name, 0 if name in MIXTURES else layers)
     assert forwards(model, LeanMLP) == (0 if name in PLAIN_MLP else DENSE_MLPS.get(name, dense))
     assert forwards(model, LeanLayer) == (0 if name in OTHER_LAYERS else dense)
 

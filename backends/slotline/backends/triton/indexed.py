@@ -21,7 +21,7 @@ PICK_WARPS = 16
 """Warps that pick among a token's scores."""
 SCORE_BLOCK = 8
 """Query tokens of a request that a program scores one after another with the same keys."""
-SCORE_PLACES = 3
+SCORE_PLACES = 4
 """Programs that score at a time on a multiprocessor."""
 EXACT_TILE = 16
 """For float32."""
