@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import product
@@ -18,6 +19,7 @@ from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, AsyncLLM, SamplingParams
 from slotline.planner.plan import make_plan
+from slotline.plugins.kv_transfer.agreement import EVENT_BYTES, _packed
 from slotline.ranks.replicas.reports import BlockCounts
 from slotline.registry.config import load_config
 from slotline.registry.errors import NegotiationError
@@ -101,6 +103,9 @@ def test_every_rank_keeps_its_own_heads(asynchronous: bool, tiny: Tiny, engines:
     hits = ranks.same(lambda llm: loaded(llm, PROMPTS))
     assert [hit for hit, _ in hits] == [(len(prompt) - 1) // 4 * 4 for prompt in PROMPTS]
     assert all(0 < count <= hit for hit, count in hits)
+    ranks.each(lambda llm: connector_of(llm)._counts.update(mine=1.5 + llm.engine.group.place.rank))
+    ranks.same(lambda llm: loaded(llm, PROMPTS[:1]))
+    assert [one["mine"] for one in ranks.same(counts_of).events] == [1.5, 2.5]
     ranks.each(everything_returned)
     ranks.close()
 
@@ -295,6 +300,19 @@ def test_counts_of_each_rank_are_in_the_metrics(tiny: Tiny) -> None:
         assert float(line.split()[-1]) == value
         assert labels.strip(",") in line
     assert counts.asked > counts.held[0] >= counts.loads > 0
+    (line,) = [one for one in text.splitlines() if 'event="saved"' in one]
+    assert 'rank="0"' in line
+    assert float(line.split()[-1]) == counts.events[0]["saved"] > 0
+
+
+def test_events_of_a_rank_have_the_same_bytes_however_many_there_are() -> None:
+    many = {f"event {number}": 0.5 + number for number in range(500)}
+    for events in ({}, {"a": 1.0}, many):
+        packed = _packed(events)
+        assert len(packed) == EVENT_BYTES
+        found = json.loads(packed)
+        assert found == dict(list(events.items())[: len(found)])
+    assert 80 < len(found) < 500
 
 
 def test_the_plan_says_what_each_rank_keeps_and_what_is_refused(tiny: Tiny) -> None:

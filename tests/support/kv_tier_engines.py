@@ -35,7 +35,7 @@ def connector_of(llm: LLM) -> Any:
 
 def events_of(llm: LLM) -> dict[str, float]:
     """The events that metrics show."""
-    return dict(llm.engine.extension("kv_transfer").counts.events)
+    return dict(llm.engine.extension("kv_transfer").counts.events[0])
 
 
 def texts(llm: LLM, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], int]:

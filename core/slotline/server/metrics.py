@@ -25,7 +25,7 @@ _STORED = {
     "held": "Blocks that a rank's KV connector held.",
     "failed": "Blocks that a rank's KV connector could not load.",
 }
-_EVENTS = "Events of the KV connector of a replica's first rank: faults, evictions, saves left out and others."
+_EVENTS = "Events of the KV connector of a rank: faults, evictions, saves left out and others."
 
 
 class Metrics:
@@ -144,8 +144,10 @@ class _Engine:
                 for rank, value in enumerate((found,) if isinstance(found, int) else found or ()):
                     family.add_metric((self._model, str(replica), *((str(rank),) if by_rank else ())), value)
             yield family
-        family = CounterMetricFamily("slotline:kv_connector_events", _EVENTS, labels=("model_name", "replica", "event"))
+        labels = ("model_name", "replica", "rank", "event")
+        family = CounterMetricFamily("slotline:kv_connector_events", _EVENTS, labels=labels)
         for replica, load in enumerate(loads):
-            for event, value in ({} if load.stored is None else load.stored.events).items():
-                family.add_metric((self._model, str(replica), event), value)
+            for rank, events in enumerate(() if load.stored is None else load.stored.events):
+                for event, value in events.items():
+                    family.add_metric((self._model, str(replica), str(rank), event), value)
         yield family

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,7 @@ class BlockCounts(NamedTuple):
         asked: those that the cache lacked.
         loads, lost: those whose load was started, and those of them that failed on any rank.
         held, failed: by rank, those that its connector held, and those that it could not load.
-        events: numbers of other events by name, of the first rank.
+        events: by rank, numbers of other events by name. With several ranks they are as of the last lookup.
     """
 
     asked: int
@@ -38,7 +37,7 @@ class BlockCounts(NamedTuple):
     lost: int
     held: tuple[int, ...]
     failed: tuple[int, ...]
-    events: Mapping[str, float] = MappingProxyType({})
+    events: tuple[Mapping[str, float], ...] = ()
 
 
 class Load(NamedTuple):

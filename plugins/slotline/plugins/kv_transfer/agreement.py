@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,8 @@ from attrs import define, field
 from slotline.ranks.replicas.reports import BlockCounts
 
 Flags = npt.NDArray[np.bool_]
+EVENT_BYTES = 2048
+"""Bytes of a rank's events on their way to the others."""
 
 
 @define(eq=False)
@@ -34,13 +37,20 @@ class Agreement:
         none = (0,) * self.size
         self.counts = BlockCounts(0, 0, 0, none, none)
 
-    def held(self, own: Sequence[bool]) -> Flags:
+    def held(self, own: Sequence[bool], events: Callable[[], Mapping[str, float]] = dict) -> Flags:
         """Return which blocks are held by all ranks, [n] bool.
 
         Args:
             own: [n], those that this rank holds.
+            events: gives the numbers of this rank's events, by name. Several ranks tell each other.
         """
-        found = self._of_all(own)
+        if self.size > 1:
+            flags = np.packbits(np.array(own, np.bool_)).tobytes()
+            told = self.gather(flags + _packed(events()))
+            found = _flags([one[: len(flags)] for one in told], len(own))
+            self.counts = self.counts._replace(events=tuple(json.loads(one[len(flags) :]) for one in told))
+        else:
+            found = self._of_all(own)
         counts = self.counts
         self.counts = counts._replace(asked=counts.asked + len(own), held=_added(counts.held, found))
         everywhere: Flags = np.logical_and.reduce(found)
@@ -93,8 +103,23 @@ class Agreement:
         flags = np.array(own, np.bool_)
         if self.size == 1:
             return flags[None]
-        packed = self.gather(np.packbits(flags).tobytes())
-        return np.stack([np.unpackbits(np.frombuffer(one, np.uint8), count=len(own)) for one in packed]).astype(bool)
+        return _flags(self.gather(np.packbits(flags).tobytes()), len(own))
+
+
+def _flags(packed: Sequence[bytes], number: int) -> Flags:
+    """Return flags that were packed, [ranks, number]."""
+    return np.stack([np.unpackbits(np.frombuffer(one, np.uint8), count=number) for one in packed]).astype(bool)
+
+
+def _packed(events: Mapping[str, float]) -> bytes:
+    """Return numbers by name as JSON of EVENT_BYTES, those that it has room for."""
+    texts, left = list[str](), EVENT_BYTES - 2
+    for name, value in events.items():
+        text = f"{json.dumps(name)}:{json.dumps(value)}"
+        if (left := left - len(text) - 1) < 0:
+            break
+        texts.append(text)
+    return f"{{{','.join(texts)}}}".encode().ljust(EVENT_BYTES)
 
 
 def _added(counts: tuple[int, ...], found: Flags) -> tuple[int, ...]:

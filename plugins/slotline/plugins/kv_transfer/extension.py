@@ -49,7 +49,8 @@ class KVTransfer:
     @property
     def counts(self) -> BlockCounts:
         """Return the numbers of blocks and of events so far."""
-        return self.transfers.agreement.counts._replace(events=self.transfers.events())
+        agreement = self.transfers.agreement
+        return agreement.counts if agreement.size > 1 else agreement.counts._replace(events=(self.transfers.events(),))
 
     def validate(self, request: Request) -> None:
         """Check what a request says of its blocks.

@@ -114,7 +114,7 @@ class Transfers:
         """Return the hashes whose block could be loaded, for a request with these parameters."""
         if not hashes:
             return ()
-        held = self.agreement.held(self._held(group, hashes, params))
+        held = self.agreement.held(self._held(group, hashes, params), self.events)
         return {one for one, here in zip(hashes, held, strict=True) if here}
 
     def want(self, block: CacheBlock) -> None:
