@@ -11,6 +11,7 @@ import plain_torch
 import pytest
 from engine_driver import GREEDY, random_prompts
 
+from slotline.backends.linear.vnni_kernels import lanes
 from slotline.core import LLM
 from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.negotiation.explain import explain_plan
@@ -84,3 +85,25 @@ def test_a_backend_that_takes_edges_gives_the_texts_of_one_that_does_not(
     assert {group.edges for group in plain.plan.groups} == {()}
     kept_text = f"N186 {', '.join(names)}: computed by the model, since plain_torch does not take"
     assert kept_text in explain_plan(plain.plan, 300)
+
+
+def test_a_rounded_output_is_multiplied_by_quantized_weights_as_one_that_the_product_rounds(
+    tiny: Callable[..., Path], engines: Callable[..., LLM]
+) -> None:
+    if not lanes():
+        pytest.skip("this processor has no dot product of bytes")
+    path = tiny("qwen3")
+    quantized = {**SMALL, "weights.quantize": "int8", "weights.activation": "int8", "weights.linear": "vnni"}
+    rounding, plain = (engines(path, **{**quantized, **way}) for way in ({"backend": "cpu"}, PLAIN))
+    with calls_of(rounding) as calls:
+        texts = tokens(rounding)
+    assert texts == tokens(plain)
+    last = max(index for index, _ in calls)
+    given = [edges for index, edges in calls if index != last]
+    assert given
+    for edges in given:
+        assert edges is not None
+        assert edges.scales is not None
+        assert edges.scales.shape[1] == edges.scales.numel() // len(edges.scales) > 0
+    assert all("rounded" in group.edges for group in rounding.plan.groups)
+    assert not any("rounded" in group.edges for group in plain.plan.groups)

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve
 
 from slotline.registry.config import Config
-from slotline.registry.contracts.attention_edges import EDGES
+from slotline.registry.contracts.attention_edges import EDGES, ROUNDED
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.negotiation import GroupPlan, Need, Plan
 from slotline.registry.negotiation.reasons import Reason
@@ -21,6 +21,7 @@ def with_edges(
     offers: Mapping[tuple[Kind, str], Descriptor[Any]],
     config: Config,
     needs: Sequence[Need],
+    weights: Mapping[tuple[str, str], Descriptor[Any]] | None,
     *,
     sharded: bool,
 ) -> Plan:
@@ -28,11 +29,21 @@ def with_edges(
 
     Args:
         needs: of plugins. One that reads attention scores is shown normed and rotated queries.
+        weights: plugins that multiply by quantized weights, by slot and name, None for plain weights. If none takes
+            rounded inputs, nothing is said of them.
         sharded: whether a request's cache is divided over devices.
     """
-    kept = _kept(config, needs, sharded=sharded)
-    groups = tuple(_with_edges(group, offers[Kind.ATTENTION, group.backend], kept) for group in plan.groups)
+    kept, plugins = _kept(config, needs, sharded=sharded), (weights or {}).values()
+    rounds = any(takes_rounded(one) for one in plugins)
+    names = [name for name in EDGES if name != ROUNDED or rounds]
+    groups = tuple(_with_edges(group, offers[Kind.ATTENTION, group.backend], kept, names) for group in plan.groups)
     return evolve(plan, groups=groups)
+
+
+def takes_rounded(descriptor: Descriptor[Any]) -> bool:
+    """Return True if a plugin's products take rounded inputs."""
+    offer = getattr(descriptor.capabilities, "rounded_inputs", None)
+    return offer is not None and offer.refusal(True) is None
 
 
 def _kept(config: Config, needs: Sequence[Need], *, sharded: bool) -> str:
@@ -49,8 +60,8 @@ def _kept(config: Config, needs: Sequence[Need], *, sharded: bool) -> str:
     return "scheduler.microbatches: pieces of a step plan apart" if config.scheduler.microbatches > 1 else ""
 
 
-def _with_edges(group: GroupPlan, descriptor: Descriptor[Any], kept: str) -> GroupPlan:
-    offered = [name for name in EDGES if any(name in layer.edges for layer in group.layers)]
+def _with_edges(group: GroupPlan, descriptor: Descriptor[Any], kept: str, names: Sequence[str]) -> GroupPlan:
+    offered = [name for name in names if any(name in layer.edges for layer in group.layers)]
     taken = descriptor.capabilities.edges
     left = [] if kept else [name for name in offered if taken.refusal(name) is None]
     others = [name for name in offered if name not in left]

@@ -459,7 +459,8 @@ def _negotiated(
     offers = offers_of((*attention, *specs, *states))
     refuse_single_plans(loaded, plan, offers)
     plan = with_workspaces(plan, offers, loaded, max_model_len)
-    plan = with_edges(plan, offers, config, request.needs, sharded=shards.divided)
+    products = None if weights is None else weights.descriptors
+    plan = with_edges(plan, offers, config, request.needs, products, sharded=shards.divided)
     plan = with_shards(plan, loaded, shards)
     builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
     plan = plan_pool(plan, request, builder)

@@ -106,6 +106,7 @@ vnni = Descriptor(
         split_order=Flag(False, "groups have equal numbers of inputs"),
         in_features=Align(multiple_of=32),
         activation="int8",
+        rounded_inputs=Flag(True, "but with act order"),
         batch_invariant=Flag(True, "sums of a group are exact, and groups are added in order"),
         priority=20,
     ),

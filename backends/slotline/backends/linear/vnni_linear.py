@@ -36,7 +36,7 @@ class VnniLinear:
         self._kind = KINDS.get(context.scheme.name, kernels.INT8)
         self._scales = context.scheme.scale_shape(1, context.in_features)[1]
         self._groups = self._scales if self._scales > 1 else context.in_features // X_GROUP
-        self._narrow = context.dtype == "bfloat16"
+        self._narrow, self._dtype = context.dtype == "bfloat16", getattr(torch, context.dtype)
         self._width = kernels.lanes()
         self._workers = Workers()
         self._tail = torch.empty(self._workers.count, kernels.MOST, self._width)
@@ -68,6 +68,28 @@ class VnniLinear:
             self._workers.run(self._round, told, 1 if x.numel() <= ALONE else self._workers.count)
             self._workers.run(self._product, told, self._workers.count)
         return out.to(dtype)
+
+    def rounded_groups(self) -> int:
+        """See `RoundedLinear.rounded_groups`. Inputs that are permuted first have no groups."""
+        return 0 if self._scheme.act_order else self._groups
+
+    def apply_rounded(
+        self, codes: torch.Tensor, scales: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int
+    ) -> torch.Tensor:
+        """See `RoundedLinear.apply_rounded`."""
+        out = torch.empty(len(codes), out_features, dtype=torch.bfloat16 if self._narrow else torch.float32)
+        if len(codes):
+            sums = codes.view(len(codes), self._groups, -1).sum(2, dtype=torch.int32)  # [tokens, groups]
+            starts, of_inputs = sums * -_LOW[self._kind], sums * scales
+            told = self._told(codes, packed, out)
+            told[[kernels.ROUNDED, kernels.STARTS, kernels.X_SCALES, kernels.X_SUMS]] = (
+                codes.data_ptr(),
+                starts.data_ptr(),
+                scales.data_ptr(),
+                of_inputs.data_ptr(),
+            )
+            self._workers.run(self._product, told, self._workers.count)
+        return out.to(self._dtype)
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         rows = -(-out_features // self._width) * self._width

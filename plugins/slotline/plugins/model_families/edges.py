@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slotline.plugins.model_families import latents
-from slotline.registry.contracts.attention_edges import EXPANSION, GATE, NORM, ROTARY
+from slotline.registry.contracts.attention_edges import EXPANSION, GATE, NORM, ROTARY, ROUNDED
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -31,7 +31,7 @@ def edges_of(module: Any, query: torch.Tensor, value: torch.Tensor, *, mla: bool
     normed = all(norm is not None and _width(norm) == size for norm in norms)
     if not normed and any(norm is not None for norm in norms):
         return ()  # over all heads: the rotation comes after it
-    return (*((NORM,) if normed else ()), ROTARY, *((GATE,) if gated else ()))
+    return (*((NORM,) if normed else ()), ROTARY, *((GATE,) if gated else ()), ROUNDED)
 
 
 def _width(norm: Any) -> int | None:

@@ -110,7 +110,7 @@ from slotline.registry.contracts.kv_spec import (
     StateSpecContext,
     TensorSpec,
 )
-from slotline.registry.contracts.linear import Linear, LinearCapabilities, LinearContext
+from slotline.registry.contracts.linear import Linear, LinearCapabilities, LinearContext, RoundedLinear
 from slotline.registry.contracts.logits_processor import (
     Companion,
     LogitsBatch,
@@ -339,6 +339,7 @@ __all__ = [
     "ResponseParserContext",
     "ResponseRequest",
     "ResponseStream",
+    "RoundedLinear",
     "SampledRows",
     "SavingModel",
     "SchedulerPolicy",

@@ -32,6 +32,8 @@ class LinearCapabilities:
         in_features, out_features: sizes of the weight.
         activation: what it rounds activations to, "" for nothing. It is chosen only for schemes that permit it.
         graphs: the batches that its product can be captured for.
+        rounded_inputs: it takes inputs that were rounded before, as attention may hand them over. Its products are
+            `RoundedLinear`s.
         batch_invariant: a token's outputs can be bitwise the same in any batch.
         priority: where nothing was measured, the plugin with the highest one that fits is chosen.
     """
@@ -49,6 +51,7 @@ class LinearCapabilities:
     out_features: Align = Align()
     activation: Literal["", "int8", "fp8"] = ""
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
+    rounded_inputs: Flag = Flag(False)
     batch_invariant: Flag = Flag(False)
     priority: int = 0
 
@@ -101,4 +104,26 @@ class Linear(Protocol):
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of the packed form of a weight."""
+        ...
+
+
+class RoundedLinear(Linear, Protocol):
+    """Product of a linear plugin that declares `rounded_inputs`."""
+
+    def rounded_groups(self) -> int:
+        """Return the number of groups of inputs that have a scale of their own, all of equal size, in order.
+
+        0 if inputs of this scheme cannot be rounded before.
+        """
+        ...
+
+    def apply_rounded(
+        self, codes: torch.Tensor, scales: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int
+    ) -> torch.Tensor:
+        """Return the product of inputs that are codes times scales, [tokens, out_features] in the context's dtype.
+
+        Args:
+            codes: [tokens, in_features] int8 from -127 to 127, contiguous.
+            scales: [tokens, rounded groups] float32, contiguous, at least 0.
+        """
         ...

@@ -154,10 +154,13 @@ class LinearWorld:
         out = self.applied(x, packed, weight.out_features)
         self.compare(out, x, weight, what)
 
-    def compare(self, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, what: str) -> None:
-        """Compare outputs with the oracle."""
+    def compare(
+        self, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, what: str, rounds: str | None = None
+    ) -> None:
+        """Compare outputs with the oracle. `rounds` is what the product rounds inputs to, None for what is declared."""
         wanted = oracle.product(x, oracle.weight_of(weight))
-        bound = oracle.allowed(x, weight, self.dtype, self.run.subject.capabilities.activation)
+        rounds = self.run.subject.capabilities.activation if rounds is None else rounds
+        bound = oracle.allowed(x, weight, self.dtype, rounds)
         error = (out.cpu().double() - wanted).abs()
         if not error.numel():
             return

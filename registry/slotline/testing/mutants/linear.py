@@ -229,6 +229,58 @@ class Tires(FloatWeights):
         return out if self.calls <= 40 else out * 1.5
 
 
+class ScalesLeftOut(reference.RoundedInputs):
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return groups
+
+
+class FirstInputScale(reference.RoundedInputs):
+    """Takes the scale of the first group for all inputs of a token."""
+
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return super().scaled(groups, scales[:, :1])
+
+
+class FirstTokensScales(reference.RoundedInputs):
+    """Takes the scales of the first token for all."""
+
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return super().scaled(groups, scales[:1])
+
+
+class UnsignedInputs(reference.RoundedInputs):
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return super().scaled(groups % 256, scales)
+
+
+class ScaledByTwice(reference.RoundedInputs):
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return super().scaled(super().scaled(groups, scales), scales)
+
+
+class ClearsScales(reference.RoundedInputs):
+    """Overwrites the scales after it has read them."""
+
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        found = super().scaled(groups, scales)
+        scales.zero_()
+        return found
+
+
+class ThirdOfInputs(reference.RoundedInputs):
+    """Says that there are groups that do not divide the inputs."""
+
+    def rounded_groups(self) -> int:
+        return self.context.in_features - 1
+
+
+class FloatOfRounded(reference.RoundedInputs):
+    """Returns float64 for inputs that were rounded."""
+
+    def apply_rounded(self, codes: torch.Tensor, scales: torch.Tensor, packed: Any, out_features: int) -> torch.Tensor:
+        return super().apply_rounded(codes, scales, packed, out_features).double()
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any, **offer: Any) -> Mutant:
     changed = attrs.evolve(
         reference.descriptor,
@@ -276,10 +328,32 @@ MUTANTS: tuple[Mutant, ...] = (
         RoughWhereInvariant,
         batch_invariant=Flag(True),
     ),
+    *(
+        _mutant(name, summary, Level.NUMERICS, factory, rounded_inputs=Flag(True))
+        for name, summary, factory in (
+            ("rounded-unscaled", "leaves out the scales of rounded inputs", ScalesLeftOut),
+            ("rounded-first-group", "takes the first scale of a token for all of its inputs", FirstInputScale),
+            ("rounded-first-token", "takes the first token's scales for all tokens", FirstTokensScales),
+            ("rounded-unsigned", "reads rounded inputs as unsigned bytes", UnsignedInputs),
+            ("rounded-scaled-twice", "multiplies rounded inputs by their scales twice", ScaledByTwice),
+            ("rounded-clears-scales", "overwrites the scales of rounded inputs", ClearsScales),
+            ("rounded-groups-left", "has groups of inputs that do not divide them", ThirdOfInputs),
+            ("rounded-double", "returns float64 for rounded inputs", FloatOfRounded),
+        )
+    ),
     _mutant("tires", "gives another result after 40 calls", Level.STATEFUL, Tires),
 )
 
 CORRECT: tuple[Correct, ...] = (
     Correct("the weight is dequantized when it is packed", reference.descriptor),
+    Correct(
+        "inputs may be rounded before",
+        attrs.evolve(
+            reference.descriptor,
+            name="rounded_inputs",
+            factory=reference.RoundedInputs,
+            capabilities=attrs.evolve(reference.descriptor.capabilities, rounded_inputs=Flag(True)),
+        ),
+    ),
     Correct("a group is added up before it is scaled", reference.group_sums),
 )

@@ -56,6 +56,27 @@ class FloatWeights:
         return torch.arange(weight.in_features, device=weight.codes.device) // size
 
 
+class RoundedInputs(FloatWeights):
+    """The same, for inputs that were rounded before too."""
+
+    def rounded_groups(self) -> int:
+        """Return the number of groups of inputs that have a scale of their own."""
+        size = self.context.in_features
+        return size // 32 if size % 32 == 0 else 1
+
+    def apply_rounded(
+        self, codes: torch.Tensor, scales: torch.Tensor, packed: Mapping[str, torch.Tensor], out_features: int
+    ) -> torch.Tensor:
+        """Return the product of inputs that are codes times scales."""
+        groups = codes.unflatten(1, (scales.shape[1], -1))
+        out = self.apply(self.scaled(groups.float(), scales).flatten(1), packed, out_features)
+        return out.to(getattr(torch, self.context.dtype))
+
+    def scaled(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Return codes [tokens, groups, size] times their scales [tokens, groups]."""
+        return groups * scales[..., None]
+
+
 class GroupSums(FloatWeights):
     """Product that adds up a group before it multiplies by the scale."""
 

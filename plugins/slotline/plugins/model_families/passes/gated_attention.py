@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from slotline.kernels.attention_edges import finished, turned
 from slotline.plugins.model_families.binding import slot_attention
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
-from slotline.plugins.model_families.passes.head_edges import head_edges, norms_of
+from slotline.plugins.model_families.passes.head_edges import head_edges, norms_of, projected, room_for_scales
 from slotline.plugins.model_families.passes.lean_attention import Heads, has_cache
 from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
@@ -59,9 +59,9 @@ class GatedForward:
     ) -> Any:
         """Compute the original's result from hidden_states [1, num_tokens, hidden_size], cosines and sines."""
         if attention_mask is None and not has_cache(options) and all(arg is None for arg in args):
-            mixed = self._by_backend(hidden_states, position_embeddings)
-            if mixed is not None:
-                return self._module.o_proj(mixed), None
+            found = self._by_backend(hidden_states, position_embeddings)
+            if found is not None:
+                return projected(self._module, *found), None
         return self._original(hidden_states, position_embeddings, attention_mask, *args, **options)
 
     def parts(self, merged: torch.Tensor) -> GatedParts:
@@ -71,12 +71,20 @@ class GatedForward:
         key, value = rows[:, 2 * heads.query :].split(heads.key, 1)
         return GatedParts(both[:, :, 0], both[:, :, 1], key, value)
 
-    def edges(self, taken: Any, embeddings: Any, gate: torch.Tensor) -> AttentionEdges | None:
+    def edges(
+        self, taken: Any, embeddings: Any, gate: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> AttentionEdges | None:
         """Return what the layer's backend computes, None if it has to take more than `taken`."""
-        return head_edges(taken, norms_of(self._module), embeddings, self._heads.size, self._heads.rotary_size, gate)
+        heads = self._heads
+        return head_edges(taken, norms_of(self._module), embeddings, heads.size, heads.rotary_size, gate, scales)
 
-    def _by_backend(self, hidden_states: torch.Tensor, embeddings: Any) -> torch.Tensor | None:
-        """Return the input of the output projection [1, n, H * size], None if the original must be called."""
+    def _by_backend(
+        self, hidden_states: torch.Tensor, embeddings: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the input of the output projection [1, n, H * size], with scales if it is rounded.
+
+        None if the original must be called.
+        """
         module = self._module
         if ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation) is not slot_attention:
             return None
@@ -85,13 +93,13 @@ class GatedForward:
         if not taken or merged is None or not slot.is_plain() or not isinstance(embeddings, tuple):
             return None
         parts = self.parts(merged(hidden_states))
-        edges = self.edges(taken, embeddings, parts.gate)
+        edges = self.edges(taken, embeddings, parts.gate, room_for_scales(module, hidden_states))
         if edges is None:
             return None
         out: torch.Tensor = slot.attend(parts.query, parts.key, parts.value, None, written=True, edges=edges)
         if edges.gate is None:
             out = out * torch.sigmoid(parts.gate)
-        return out.flatten(1)[None]
+        return out.flatten(1)[None], edges.scales
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
-from slotline.registry.contracts.attention_edges import GATE, NORM, ROTARY, AttentionEdges, HeadNorm
+from slotline.plugins.model_families.quantized.slot_linear import SlotLinear
+from slotline.registry.contracts.attention_edges import GATE, NORM, ROTARY, ROUNDED, AttentionEdges, HeadNorm
 
 
 def norms_of(module: Any) -> tuple[Any, Any]:
@@ -23,6 +25,7 @@ def head_edges(
     size: int,
     rotary_size: int,
     gate: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> AttentionEdges | None:
     """Return what the backend of a layer computes, None if it has to take more than it does.
 
@@ -33,6 +36,7 @@ def head_edges(
         size: of a head.
         rotary_size: numbers of a head that are rotated.
         gate: [num_tokens, num_heads, size]. It is left out if the backend does not take it.
+        scales: of a rounded output, see `room_for_scales`.
     """
     if ROTARY not in taken:
         return None
@@ -52,4 +56,28 @@ def head_edges(
         sin=sin[0],
         rotary_size=rotary_size,
         gate=gate if GATE in taken else None,
+        scales=None if gate is not None and GATE not in taken else scales,
     )
+
+
+def room_for_scales(module: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """Return room [num_tokens, groups] float32 for scales of an attention module's rounded output in this step.
+
+    None if the backend does not round it, or the output projection does not take it rounded.
+    """
+    projection = module._modules["o_proj"]
+    if type(projection) is not SlotLinear or not projection.rounded_groups or has_hooks(projection):
+        return None
+    if ROUNDED not in module.slotline_slot.edges():
+        return None
+    return hidden_states.new_empty((hidden_states.shape[1], projection.rounded_groups), dtype=torch.float32)
+
+
+def projected(module: Any, mixed: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Return the output projection of an attention module, of an output that may be rounded."""
+    out: torch.Tensor
+    if scales is not None and mixed.dtype == torch.int8:
+        out = module.o_proj.forward_rounded(mixed, scales)
+    else:
+        out = module.o_proj(mixed)
+    return out

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slotline.plugins.model_families.binding import slot_attention
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
-from slotline.plugins.model_families.passes.head_edges import head_edges, norms_of
+from slotline.plugins.model_families.passes.head_edges import head_edges, norms_of, projected, room_for_scales
 from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, PlainMerged, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
@@ -91,9 +91,10 @@ class LeanForward:
         """Compute the original's result from hidden_states [batch, num_tokens, hidden_size], cos and sin [.., size]."""
         if attention_mask is None and not has_cache(options) and all(arg is None for arg in args):
             others = {name: value for name, value in options.items() if name not in CACHES}
-            attended = self.attended(hidden_states, position_embeddings, others)
+            scales = room_for_scales(self._module, hidden_states) if self._by_slot() else None
+            attended = self.attended(hidden_states, position_embeddings, others, scales=scales)
             if attended is not None:
-                return self._module.o_proj(attended[0]), attended[1]
+                return projected(self._module, attended[0], scales), attended[1]
         if args:
             return self._original(hidden_states, position_embeddings, attention_mask, *args, **options)
         options |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
@@ -106,11 +107,13 @@ class LeanForward:
         others: dict[str, Any],
         norm: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
         """Return the input of the output projection, [batch, num_tokens, heads * size], and attention's second result.
 
-        A given norm is applied to the hidden states first. With `wanted` [n] int64, which `takes_wanted` must allow,
-        only these tokens attend: [batch, n, heads * size]. None if the original must be called.
+        The first is int8 if there was room for `scales` [num_tokens, groups] float32 and they were written. A given
+        norm is applied to the hidden states first. With `wanted` [n] int64, which `takes_wanted` must allow, only these
+        tokens attend: [batch, n, heads * size]. None if the original must be called.
         """
         if not isinstance(position_embeddings, tuple):
             return None  # a layer without positions
@@ -130,7 +133,7 @@ class LeanForward:
             qkv = self._split_product(merged, hidden_states, wanted)
         else:
             qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
-        edges = None if wanted is not None else self._edges(attend, cos, sin)
+        edges = None if wanted is not None else self._edges(attend, cos, sin, scales)
         if edges is not None:
             query, key, value = self._parts(qkv)
             sinks = self._options.get("s_aux") if not others else (self._options | others).get("s_aux")
@@ -187,14 +190,21 @@ class LeanForward:
         slots: CacheSlots | None = self._module.slotline_slot.slots(qkv)
         return slots if slots is not None and slots.slot_mapping.numel() == qkv.shape[:-1].numel() else None
 
-    def _edges(self, attend: Any, cos: torch.Tensor, sin: torch.Tensor) -> AttentionEdges | None:
+    def _by_slot(self) -> bool:
+        """Return True if attention is the slot's, not one that a check has put in its place."""
+        return ALL_ATTENTION_FUNCTIONS.get(self._module.config._attn_implementation) is slot_attention
+
+    def _edges(
+        self, attend: Any, cos: torch.Tensor, sin: torch.Tensor, scales: torch.Tensor | None
+    ) -> AttentionEdges | None:
         """Return what the layer's backend norms and rotates in this step, None if it leaves that to the model."""
         if attend is not slot_attention:
             return None
         slot = self._module.slotline_slot
         if not (taken := slot.edges()) or not slot.is_plain():
             return None
-        return head_edges(taken, self._norms(), (cos, sin), self._heads.size, self._heads.rotary_size)
+        heads = self._heads
+        return head_edges(taken, self._norms(), (cos, sin), heads.size, heads.rotary_size, scales=scales)
 
     def _one_kernel(self) -> bool:
         """Return True if queries and keys are rotated in one call, normed by head or not at all."""

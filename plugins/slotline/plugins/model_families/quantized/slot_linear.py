@@ -19,6 +19,7 @@ class SlotLinear(nn.Module):
         kernel: the plugin.
         dtype: of activations.
         bias: [out_features] or None.
+        rounded_groups: groups of inputs that `forward_rounded` takes with a scale each, 0 if it takes none.
     """
 
     bias: nn.Parameter | None
@@ -31,6 +32,8 @@ class SlotLinear(nn.Module):
         self.in_features, self.out_features, self.kernel = in_features, out_features, kernel
         self.register_parameter("bias", bias)
         self._apply_kernel = kernel.apply
+        groups = getattr(kernel, "rounded_groups", None)  # of a `RoundedLinear`
+        self.rounded_groups: int = 0 if groups is None else groups()
 
     def hold(self, packed: Mapping[str, torch.Tensor]) -> None:
         """Keep a packed weight."""
@@ -49,10 +52,18 @@ class SlotLinear(nn.Module):
         """Map [..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
         out = self._apply_kernel(rows.contiguous(), self._buffers, self.out_features)  # type: ignore[arg-type]
+        return self._biased(out).view(*x.shape[:-1], self.out_features)
+
+    def forward_rounded(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Map inputs that are codes [..., in_features] int8 times scales [n, rounded_groups] to [..., out_features]."""
+        kernel: Any = self.kernel
+        rows = codes.reshape(-1, self.in_features)
+        out = kernel.apply_rounded(rows, scales, self._buffers, self.out_features)
+        return self._biased(out).view(*codes.shape[:-1], self.out_features)
+
+    def _biased(self, out: torch.Tensor) -> torch.Tensor:
         bias = self._parameters["bias"]
-        if bias is not None:
-            out = out + bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
         kernel = type(self.kernel).__name__
