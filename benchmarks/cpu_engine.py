@@ -1,6 +1,7 @@
 """The engine on a CPU beside transformers' `generate`, same checkpoint, same dtype, in one run.
 
     python benchmarks/cpu_engine.py [--dtype bfloat16 bfloat16] [--rounds 3] [--model FOLDER] [--json FILE]
+        [--products timed]
 
 The checkpoint is a 100M-parameter Llama with random weights, or has another folder's configuration.
 Figures, medians over the rounds, engines in turn:
@@ -32,6 +33,8 @@ from result_file import write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slotline.core import LLM, SamplingParams
+from slotline.plugins.model_families.linear_records import slotline_report_header
+from slotline.registry.config import load_config
 
 SHORT = "--model benchmarks/models/llama-tiny --dtype bfloat16 --rounds 1 --probe 64"
 TITLES = {"b1": "decode, batch 1, tokens/s", "b16": "decode, batch 16, tokens/s", "prefill": "prefill 512, tokens/s"}
@@ -87,8 +90,11 @@ class Transformers:
 class Slotline:
     """The engine through `LLM`."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=1024, memory="256MiB")
+    def __init__(self, path: Path, dtype: str, products: str) -> None:
+        family = {"transformers_decoder": {"cpu_products": products}}
+        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=1024, memory="256MiB", model_family=family)
+        if products == "timed":
+            print("\n".join(slotline_report_header(load_config(values={"device": "cpu"}).config) or ()), flush=True)
         for cache in self.llm.engine.runner.router.caches():  # memory that was used before, as after a while of serving
             cache.key.zero_()
             cache.value.zero_()
@@ -138,9 +144,9 @@ def _rate(work: Callable[[], Any], amount: float) -> float:
     return amount / (perf_counter() - start)
 
 
-def measure(path: Path, dtype: str, rounds: int, probe: int) -> dict[str, Any]:
+def measure(path: Path, dtype: str, rounds: int, probe: int, products: str) -> dict[str, Any]:
     """Medians of both engines, taken in turn."""
-    theirs, ours = Transformers(path, dtype), Slotline(path, dtype)
+    theirs, ours = Transformers(path, dtype), Slotline(path, dtype, products)
     engines: dict[str, Transformers | Slotline] = {"transformers": theirs, "slotline": ours}
     vocab_size = int(theirs.model.config.vocab_size)
     one, sixteen = prompts(1, PROMPT, 1, vocab_size), prompts(16, PROMPT, 2, vocab_size)
@@ -201,6 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--probe", type=positive, default=2048, help="size of the matrices that tell the limits")
+    parser.add_argument("--products", default="timed", help="option cpu_products: timed, onednn or plain")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     arguments = parser.parse_args()
     print(
@@ -211,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(arguments.model, Path(folder))
         for dtype in arguments.dtype:
-            results[dtype] = measure(path, dtype, arguments.rounds, arguments.probe)
+            results[dtype] = measure(path, dtype, arguments.rounds, arguments.probe, arguments.products)
             show(dtype, results[dtype])
             gc.collect()
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: torch's, transposed, MKL packed and oneDNN packed, by shape and number of tokens.
+"""Linear layers on a CPU: torch's, transposed, MKL packed, oneDNN packed and our kernel, by shape and number of tokens.
 
     OMP_NUM_THREADS=2 python benchmarks/linear_cpu.py [--dtype float32] [--rounds 15]
         [--shapes 768x2048] [--tokens 1 16]
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 from command_line import positive
 from torch.nn import functional
+
+from slotline.plugins.model_families.passes import dense_kernels
 
 SHORT = "--rounds 1 --shapes 64x256 --tokens 1 64"
 SHAPES = ((768, 768), (768, 256), (768, 1280), (768, 2048), (768, 4096), (2048, 768), (768, 32000))
@@ -45,6 +47,8 @@ def kernels(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Kernel]:
         tokens = x.shape[0]
         mkl_packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, tokens) for w in weights]
         ways["mkl"] = lambda i: torch.ops.mkl._mkl_linear(x, mkl_packed[i], weights[i], None, tokens)
+    if x.shape[0] <= dense_kernels.MOST_ROWS and x.shape[1] % dense_kernels.LANES == 0 and dense_kernels.runs():
+        ways["numba"] = lambda i: dense_kernels.few_rows(x, weights[i], None)
     return ways
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from slotline.backends.linear import numba_kernels as kernels
-from slotline.backends.linear.torch_threads import torch_team
+from slotline.kernels.torch_threads import torch_team
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t)
 

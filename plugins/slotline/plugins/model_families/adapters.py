@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from slotline.plugins.model_families.passes.extended_linear import ExtendedLinear
 from slotline.plugins.model_families.passes.invariant_linear import KernelLinear, TiledLinear
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection, PlainMerged
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, pack
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks
 from slotline.plugins.model_families.quantized.slot_linear import SlotLinear
 from slotline.registry.errors import ModelError
 
@@ -145,7 +145,7 @@ class Adaptation:
         rows = weight[start : start + place.out_features[index]]
         rows.copy_((rows.float() + delta.to(rows.device, torch.float32)).to(rows.dtype))
         if isinstance(module, PackedLinear):
-            module.packed.copy_(pack(weight))
+            module.packed.copy_(module.pack(weight))
 
     def _add_to_embedding(self, name: str, delta: torch.Tensor) -> None:
         assert self.embedding is not None

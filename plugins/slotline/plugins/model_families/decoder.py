@@ -144,9 +144,12 @@ class DecoderOptions:
         lean: run the decoder layers in our own loop if that gives the same logits (checked at load). false always calls
             transformers' own forward.
         pooling: hidden states used for an embedding. ``auto`` is the checkpoint's pooling, else ``last``.
+        cpu_products: layout of weights on a CPU. ``timed`` takes the fastest for each shape (timed once, then kept in
+            the cache folder), ``onednn`` oneDNN's, ``plain`` the checkpoint's own.
     """
 
     lean: bool = True
+    cpu_products: Literal["timed", "onednn", "plain"] = "timed"
     pooling: Literal["auto", "last", "cls", "mean"] = "auto"
 
 

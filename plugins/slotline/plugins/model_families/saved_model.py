@@ -22,7 +22,7 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.passes.decisions import Decisions
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, pack
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear
 from slotline.plugins.model_families.saved_weights import SavedWeights
 from slotline.registry.contracts.model_family import SAVED_WEIGHTS, ModelContext
 from slotline.registry.errors import ModelError
@@ -141,7 +141,7 @@ def _dtype(name: str) -> torch.dtype:
 def put(module: nn.Module, own: str, empty: torch.Tensor, stored: torch.Tensor) -> None:
     """Put a weight in the place of an empty one, and of all who hold it."""
     if type(module) is PackedLinear and own == "packed":
-        module._buffers[own] = pack(stored)
+        module._buffers[own] = module.pack(stored)
     elif isinstance(empty, nn.Parameter):
         torch.utils.swap_tensors(empty, nn.Parameter(stored, requires_grad=False))
     else:

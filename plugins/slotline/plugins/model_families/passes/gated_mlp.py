@@ -19,9 +19,6 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"), ("relu", ""))
 """oneDNN's (operation, algorithm) names, tried in turn."""
 
-_linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
-
 
 class FusedGatedMLP(nn.Module):
     """Gated MLP. Its projections stay children by their usual names, so that adapters can replace them.
@@ -45,11 +42,7 @@ class FusedGatedMLP(nn.Module):
         gate, up = self._modules["gate_proj"], self._modules["up_proj"]
         if not (is_untouched(gate) and is_untouched(up)):
             return self.act_fn(self.gate_proj(x)) * self.up_proj(x)  # type: ignore[no-any-return]
-        gate_weight, gate_bias = gate._buffers["packed"], gate._parameters["bias"]
-        up_weight, up_bias = up._buffers["packed"], up._parameters["bias"]
-        gated = _linear(x, gate_weight, gate_bias, self._operation, [], self._algorithm)
-        product: torch.Tensor = _linear_binary(x, gated, up_weight, up_bias, "mul")
-        return product
+        return up.times(x, gate.activated(x, self._operation, self._algorithm))
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
@@ -72,7 +65,7 @@ def _fuse(module: nn.Module, target: Target) -> FusedGatedMLP | None:
     if not all(is_plain_linear(linear, target) for linear in linears) or module._parameters:
         return None
     weight: torch.Tensor = linears[0].weight  # type: ignore[assignment]
-    gate, up, down = (PackedLinear(linear.weight, linear.bias) for linear in linears)  # type: ignore[arg-type]
+    gate, up, down = (PackedLinear(each.weight, each.bias, target.way(each.weight)) for each in linears)  # type: ignore[arg-type]
     for index in range(len(ACTIVATIONS)):
         fused = FusedGatedMLP(gate, up, down, module.get_submodule("act_fn"), index)
         if target.decisions.decide(partial(equal, module, fused, gate.in_features, weight)):

@@ -147,7 +147,7 @@ def _merge(module: nn.Module, names: tuple[str, ...], linears: list[nn.Linear], 
         return False
     weight = torch.cat([linear.weight.detach() for linear in linears])  # [all out_features, in_features]
     bias = torch.cat([bias.detach() for bias in biases]) if biases else None  # [all out_features]
-    merged = PackedLinear(weight, bias) if target.packs else PlainMerged(weight, bias, target.fused)
+    merged = PackedLinear(weight, bias, target.way(weight)) if target.packs else PlainMerged(weight, bias, target.fused)
     sizes = [linear.out_features for linear in linears]
     for name, projection in zip(names, share(merged, sizes, linears[0].in_features), strict=True):
         setattr(module, name, projection)

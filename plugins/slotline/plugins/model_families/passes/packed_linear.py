@@ -1,7 +1,7 @@
-"""Linear layers with the weight in oneDNN's blocked layout, which its kernels read two to five times as fast.
+"""Linear layers on a CPU with the weight in the layout that is fastest for its shape: oneDNN's blocked one, or its own.
 
-One packed copy is used for every number of tokens, and the original weight is freed. `docs/decisions/cpu-linear.md` has
-the measurements.
+One copy is used for every number of tokens, and the original weight is freed. `docs/decisions/cpu-linear.md` has the
+measurements.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import TypeGuard
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from slotline.plugins.model_families.passes import dense_kernels
+from slotline.plugins.model_families.passes.cpu_products import ONEDNN, Way
 from slotline.plugins.model_families.passes.target import Target, slots
 
 PACKED_FOR_TOKENS = 16
@@ -40,37 +43,82 @@ class PackedLinear(nn.Module):
 
     Attributes:
         in_features, out_features: sizes.
-        packed: buffer, the packed weight. `copy_` from another packed weight of the same shape reloads it.
+        way: how the weight is held and multiplied.
+        packed: buffer, the weight in the way's layout. `copy_` from another packed weight of the same shape reloads it.
         bias: [out_features] or None.
     """
 
     packed: torch.Tensor
     bias: nn.Parameter | None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, way: Way = ONEDNN) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", pack(weight), persistent=False)
+        self.way = way
+        self._plain = way.layout == "plain"
+        self.register_buffer("packed", self.pack(weight), persistent=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
     @property
     def weight(self) -> torch.Tensor:
-        """A plain copy of the weight [out_features, in_features], made anew at each access."""
-        return self.packed.to_dense()
+        """The weight [out_features, in_features]: a copy, made anew at each access, where it is in oneDNN's layout."""
+        return self.packed if self._plain else self.packed.to_dense()
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight [out_features, in_features] in this layer's layout."""
+        return weight.detach().contiguous() if self._plain else pack(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features], summed in float32."""
+        if self._plain:
+            return self._product(x)
         # Straight from the dictionaries: attribute access of modules costs more than the rest of this call.
         result: torch.Tensor = _linear(x, self._buffers["packed"], self._parameters["bias"], "none", [], "")
         return result
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the output for x, added to a residual of the output's shape as the product's last step."""
+        if self._plain:
+            return self._product(x, residual, dense_kernels.ADD)
         result: torch.Tensor = _linear_binary(x, residual, self._buffers["packed"], self._parameters["bias"], "add")
         return result
 
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the output for x, multiplied by another tensor of the output's shape as the product's last step."""
+        if self._plain:
+            return self._product(x, other, dense_kernels.MULTIPLY)
+        result: torch.Tensor = _linear_binary(x, other, self._buffers["packed"], self._parameters["bias"], "mul")
+        return result
+
+    def activated(self, x: torch.Tensor, operation: str, algorithm: str) -> torch.Tensor:
+        """Return an activation of the output for x, by oneDNN's names, as the product's last step."""
+        if not self._plain:
+            weight, bias = self._buffers["packed"], self._parameters["bias"]
+            result: torch.Tensor = _linear(x, weight, bias, operation, [], algorithm)
+            return result
+        if operation == "swish":
+            return self._product(x, None, dense_kernels.SWISH)
+        product = self._product(x)
+        return product.relu_() if operation == "relu" else functional.gelu(product, approximate=algorithm)
+
+    def _product(
+        self, x: torch.Tensor, other: torch.Tensor | None = None, mode: int = dense_kernels.NOTHING
+    ) -> torch.Tensor:
+        """Return the output for x by the plain layout's kernel, with what is done last."""
+        weight, bias = self._buffers["packed"], self._parameters["bias"]
+        rows = x.numel() // self.in_features
+        if 0 < rows <= dense_kernels.MOST_ROWS and self.way.kernel(rows) == "numba" and x.dtype == weight.dtype:  # type: ignore[union-attr]
+            return dense_kernels.few_rows(x, weight, bias, other, mode)  # type: ignore[arg-type]
+        product = functional.linear(x, weight, bias)  # type: ignore[arg-type]
+        if mode == dense_kernels.ADD:
+            return product.add_(other)  # type: ignore[arg-type]
+        if mode == dense_kernels.MULTIPLY:
+            return product.mul_(other)  # type: ignore[arg-type]
+        return functional.silu(product, inplace=True) if mode == dense_kernels.SWISH else product
+
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, layout={self.way.layout}"
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
@@ -89,9 +137,18 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
                 notes.append(f"{name} not packed: it is tied, and a second copy would take {size >> 20} MiB")
                 continue
             notes.append(f"{name} is tied: packing costs a second copy of {size >> 20} MiB")
-        setattr(parent, name, PackedLinear(child.weight, child.bias))
+        way = target.way(child.weight)
+        own = child.weight.clone() if id(child.weight) in shared and way.layout == "plain" else child.weight
+        setattr(parent, name, PackedLinear(own, child.bias, way))
         count += 1
-    return (f"packed {count} linear layers", *notes)
+    return (f"packed {count} linear layers", *notes, *layouts(model))
+
+
+def layouts(model: nn.Module) -> tuple[str, ...]:
+    """Return a note on the layers that are in their own layout."""
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    plain = sum(module.way.layout == "plain" for module in linears)
+    return (f"{plain} of {len(linears)} packed layers stay in their own layout: `slotline explain`",) if plain else ()
 
 
 def is_plain_linear(module: nn.Module | None, target: Target) -> TypeGuard[nn.Linear]:

@@ -23,6 +23,7 @@ from slotline.plugins.model_families.passes import (
     rms_norm,
     rotary,
 )
+from slotline.plugins.model_families.passes.cpu_products import Choice
 from slotline.plugins.model_families.passes.decisions import Decisions, other_passes
 from slotline.plugins.model_families.passes.target import Target, target_of
 from slotline.registry.errors import ModelError, SlotlineError
@@ -62,6 +63,7 @@ def optimize(
     captured: bool = False,
     decisions: Decisions | None = None,
     held: str = "",
+    products: Choice = "onednn",
 ) -> tuple[str, ...]:
     """Edit a loaded decoder in place so that it computes the same with less work.
 
@@ -77,6 +79,7 @@ def optimize(
         batch_invariant: whether a token's numbers must be bitwise the same in any batch.
         decisions: takes the answers of the checks, or has those of an earlier run on the same model.
         held: device type of the weights, by default that of the model's first parameter.
+        products: how a CPU's products are chosen. With `batch_invariant` or `captured` they are oneDNN's.
 
     Returns:
         A note for each thing done, or left out with the reason.
@@ -86,7 +89,9 @@ def optimize(
             the batch where they must not.
     """
     held = held or next(model.parameters()).device.type
-    target = evolve(target_for(device, dtype, captured=captured, held=held), decisions=decisions or Decisions())
+    target = target_for(device, dtype, captured=captured, held=held)
+    fixed = batch_invariant or captured  # our kernel is called by address
+    target = evolve(target, decisions=decisions or Decisions(), products="onednn" if fixed else products)
     notes = apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
     target.decisions.finish()
     return notes

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from torch import nn
 
 from slotline.kernels.triton_support import has_triton
+from slotline.plugins.model_families.passes.cpu_products import Choice, Way, way_for
 from slotline.plugins.model_families.passes.decisions import Decisions
 from slotline.plugins.model_families.passes.kernels import FusedKernels, RowKernels
 from slotline.registry.errors import ModelError
@@ -29,6 +30,7 @@ class Target:
         dtype: the weights' dtype.
         kernels: the device's row kernels, None if there are none.
         fused: the same object if the device has fused kernels, too.
+        products: how a CPU's products are chosen.
         decisions: answers of the passes' checks.
     """
 
@@ -36,12 +38,18 @@ class Target:
     dtype: torch.dtype
     kernels: RowKernels | None = None
     fused: FusedKernels | None = None
+    products: Choice = "onednn"
     decisions: Decisions = field(factory=Decisions, eq=False)
 
     @property
     def packs(self) -> bool:
         """True if linear layers can hold their weight in oneDNN's blocked layout."""
         return self.device == "cpu" and self.dtype in PACKABLE and _has_packed_kernels(self.dtype)
+
+    def way(self, weight: torch.Tensor) -> Way:
+        """Return how a weight [out_features, in_features] is multiplied where `packs`."""
+        out_features, in_features = weight.shape
+        return way_for(self.products, out_features, in_features, weight.dtype)
 
 
 def target_of(device: str, dtype: str | torch.dtype) -> Target:

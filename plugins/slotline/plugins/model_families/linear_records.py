@@ -1,0 +1,92 @@
+"""Kept times of products on a CPU, which `slotline explain` shows. Read without torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attrs import fields, frozen
+
+from slotline.registry import hookimpl
+from slotline.registry.cache_folder import cache_folder
+
+CLASSES = (1, 4, 16, 128)
+"""Numbers of rows that are timed: each stands for those down to the one before, and the last for more."""
+FOLDER = "cpu-linear"
+"""In the cache folder."""
+
+
+@frozen(kw_only=True)
+class Record:
+    """Times of one shape and what was chosen.
+
+    Attributes:
+        processor, torch, dtype, threads, shape: what they hold for; shape is [out_features, in_features].
+        layout: ``onednn`` or ``plain``.
+        kernels: of the plain layout, for each of `CLASSES`.
+        reason: in words.
+        microseconds: of a call of each candidate for each of `CLASSES`, None where it has no kernel.
+    """
+
+    processor: str
+    torch: str
+    dtype: str
+    threads: int
+    shape: Sequence[int]
+    layout: str
+    kernels: Sequence[str]
+    reason: str
+    microseconds: Mapping[str, Sequence[float | None]]
+
+    @classmethod
+    def read(cls, file: Path) -> Record | None:
+        """Return the record in a file, None if there is none that can be read."""
+        with suppress(OSError, ValueError, TypeError):
+            content: Any = json.loads(file.read_text(encoding="utf-8"))
+            record = cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
+            if record.layout in ("onednn", "plain") and set(record.kernels) <= {"torch", "numba"}:
+                return record if len(record.kernels) == len(CLASSES) else None
+        return None
+
+    def describe(self) -> str:
+        """Return a line with the winner, the reason and every candidate's times."""
+        shown = "; ".join(
+            f"{name} {' '.join('-' if t is None else f'{t:.0f}' for t in found)}"
+            for name, found in self.microseconds.items()
+        )
+        used = self.layout if self.layout == "onednn" else f"plain ({', '.join(self.kernels)})"
+        size = f"{self.shape[1]}x{self.shape[0]}"
+        return f"linear {size} {self.dtype}, {self.threads} threads: {used}, {self.reason}; us: {shown}"
+
+
+@cache
+def processor() -> str:
+    """Return the processor's model as the system names it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+@hookimpl
+def slotline_report_header(config: Any) -> list[str] | None:
+    """Return the kept choices of this processor, for a report of a run on a CPU."""
+    if config.device not in ("cpu", "auto"):
+        return None
+    try:
+        files = sorted((cache_folder() / FOLDER).glob("*.json"))
+    except OSError:
+        return None
+    found = [record for record in map(Record.read, files) if record is not None and record.processor == processor()]
+    lines = sorted(record.describe() for record in found)
+    if not lines:
+        return None
+    rows = ", ".join(str(count) for count in CLASSES)
+    return [f"products on {processor()}, times of {rows} rows (in x out features):", *lines]

@@ -1,0 +1,247 @@
+"""Products of one to sixteen rows with a plain weight on a CPU, compiled by numba: the weight is read once, as it lies.
+
+Four outputs and up to four rows are summed in registers at once, in float32. The threads are those of torch's pool.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from slotline.kernels.numba_cache import cached_cfunc
+from slotline.kernels.torch_threads import torch_team
+
+MOST_ROWS = 16
+"""Largest number of rows that the kernel takes."""
+LANES = 16
+"""Input features are a multiple of it."""
+X, WEIGHT, BIAS, OTHER, OUT, ROWS, INPUTS, OUTPUTS, MODE, THREAD_NUM, NUM_THREADS, PLACES = range(12)
+"""Places of what a call is told: addresses (0 for none), sizes, what to do last, and functions of OpenMP."""
+NOTHING, ADD, MULTIPLY, SWISH = range(4)
+"""What is done last: nothing, adding or multiplying by OTHER, or the activation of that name."""
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_FOUR = 4
+_SIGNATURE = types.void(types.CPointer(types.int64))
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
+    """Return an address as a pointer to elements of `tag`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(tag.dtype)(types.int64, tag), codegen
+
+
+@intrinsic
+def _ask(typingctx: Any, address: Any) -> Any:
+    """Call the C function ``int()`` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        return builder.zext(builder.call(builder.inttoptr(args[0], function), []), ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+def _dots(rows: int, *, narrow: bool) -> Any:
+    """Return an intrinsic that writes the dot products of `rows` inputs with four outputs' weights, [rows, 4].
+
+    Its arguments are addresses of the inputs, float32, of the first weight, and of the results; then the input features
+    and the outputs that there are, of which the last stands for those that are missing.
+    """
+    word, vector = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
+    zero = ir.Constant(vector, [0.0] * LANES)
+    shift = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [16] * LANES)
+
+    def write(b: Any, x: Any, weight: Any, out: Any, inputs: Any, held: Any) -> None:
+        size = ir.Constant(word, 2 if narrow else 4)
+        last = b.sub(held, ir.Constant(word, 1))
+        at = []
+        for k in range(_FOUR):
+            number = ir.Constant(word, k)
+            number = b.select(b.icmp_signed("<", number, last), number, last)
+            at.append(b.add(weight, b.mul(b.mul(number, inputs), size)))
+        sums = [[cgutils.alloca_once(b, vector) for _ in range(_FOUR)] for _ in range(rows)]
+        for places in sums:
+            for place in places:
+                b.store(zero, place)
+        with cgutils.for_range(b, b.udiv(inputs, ir.Constant(word, LANES))) as loop:
+            begin = b.mul(loop.index, ir.Constant(word, LANES))
+            weights = [_load(b, b.add(one, b.mul(begin, size))) for one in at]
+            for row in range(rows):
+                place = b.add(begin, b.mul(inputs, ir.Constant(word, row)))
+                place = b.inttoptr(b.add(x, b.mul(place, ir.Constant(word, 4))), vector.as_pointer())
+                given = b.load(place, align=4)
+                for k in range(_FOUR):
+                    product = b.fmul(weights[k], given, flags=("contract",))
+                    b.store(b.fadd(b.load(sums[row][k]), product, flags=("contract",)), sums[row][k])
+        for row in range(rows):
+            for k in range(_FOUR):
+                place = b.add(out, ir.Constant(word, 4 * (row * _FOUR + k)))
+                b.store(_across(b, b.load(sums[row][k])), b.inttoptr(place, ir.FloatType().as_pointer()), align=4)
+
+    def _load(b: Any, address: Any) -> Any:
+        if not narrow:
+            return b.load(b.inttoptr(address, vector.as_pointer()), align=4)
+        short = ir.VectorType(ir.IntType(16), LANES)
+        bits = b.load(b.inttoptr(address, short.as_pointer()), align=2)
+        return b.bitcast(b.shl(b.zext(bits, shift.type), shift), vector)
+
+    @intrinsic
+    def dots(typingctx, x, weight, out, inputs, held):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            write(builder, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    return dots
+
+
+def _across(b: Any, found: Any) -> Any:
+    """Return the sum of a vector's elements, by halves."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        places = [ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(at, at + width))) for at in (0, width)]
+        found = b.fadd(*(b.shuffle_vector(found, found, place) for place in places))
+    return b.extract_element(found, ir.Constant(ir.IntType(32), 0))
+
+
+@intrinsic
+def _bits(typingctx: Any, value: Any) -> Any:
+    """Return a float32 as a bfloat16's bits, rounded to nearest, ties to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def _number(typingctx: Any, value: Any) -> Any:
+    """Return a float32 as it is, or a bfloat16's bits as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == types.float32:
+            return args[0]
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
+
+    return types.float32(value), codegen
+
+
+@cache
+def compile_product(*, narrow: bool) -> Any:
+    """Compile the C function of an array of `PLACES` numbers that one thread of a team runs.
+
+    The weight [OUTPUTS, INPUTS], BIAS [OUTPUTS], OTHER and OUT [ROWS, OUTPUTS] are bfloat16 if `narrow`, else float32.
+    X [ROWS, INPUTS] is float32. Rows are independent: their sums have one order, whatever their number.
+    """
+    tag = np.empty(0, np.uint16 if narrow else np.float32)
+    size = 2 if narrow else 4
+    four, two, one = (_dots(rows, narrow=narrow) for rows in (4, 2, 1))
+    stored = _bits if narrow else _number
+
+    def product(told_at):  # type: ignore[no-untyped-def]
+        told, unbounded = carray(told_at, (PLACES,)), 1 << 60
+        rows, inputs, outputs, mode = told[ROWS], told[INPUTS], told[OUTPUTS], told[MODE]
+        thread, threads = 0, 1
+        if told[THREAD_NUM] != 0:
+            thread, threads = _ask(told[THREAD_NUM]), _ask(told[NUM_THREADS])
+        blocks = (outputs + 3) // 4
+        out = carray(_pointer(told[OUT], tag), unbounded)
+        bias, other = carray(_pointer(told[BIAS], tag), unbounded), carray(_pointer(told[OTHER], tag), unbounded)
+        scratch = np.empty(16, np.float32)
+        to = scratch.ctypes.data
+        for block in range(thread * blocks // threads, (thread + 1) * blocks // threads):
+            column = block * 4
+            held = min(outputs - column, 4)
+            weight, row = told[WEIGHT] + column * inputs * size, 0
+            while row < rows:
+                x = told[X] + row * inputs * 4
+                if rows - row >= 4:
+                    four(x, weight, to, inputs, held)
+                    count = 4
+                elif rows - row >= 2:
+                    two(x, weight, to, inputs, held)
+                    count = 2
+                else:
+                    one(x, weight, to, inputs, held)
+                    count = 1
+                for i in range(count):
+                    for k in range(held):
+                        value, at = scratch[i * 4 + k], (row + i) * outputs + column + k
+                        if told[BIAS] != 0:
+                            value += _number(bias[column + k])
+                        if mode == ADD:
+                            value += _number(other[at])
+                        elif mode == MULTIPLY:
+                            value *= _number(other[at])
+                        elif mode == SWISH:
+                            value = value / (np.float32(1.0) + np.exp(-value))
+                        out[at] = stored(value)
+                row += count
+
+    return cached_cfunc(_SIGNATURE, product, fastmath=_FAST)
+
+
+def runs() -> bool:
+    """Return True if the kernel has torch's threads, or needs none."""
+    return torch.get_num_threads() == 1 or torch_team() is not None
+
+
+def few_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    other: torch.Tensor | None = None,
+    mode: int = NOTHING,
+) -> torch.Tensor:
+    """Multiply x [..., in_features] of at most `MOST_ROWS` rows by a weight [out_features, in_features].
+
+    Args:
+        other: [..., out_features], what `mode` adds or multiplies by.
+    """
+    outputs, inputs = weight.shape
+    given = x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+    second = None if other is None else other.contiguous()
+    out = x.new_empty((*x.shape[:-1], outputs))
+    threads = torch.get_num_threads()
+    team = torch_team() if threads > 1 else None
+    functions = (0, 0) if team is None else (team.thread_num, team.num_threads)
+    told = (ctypes.c_int64 * PLACES)(
+        *(given.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
+        *(0 if second is None else second.data_ptr(), out.data_ptr()),
+        *(given.numel() // inputs, inputs, outputs, mode, *functions),
+    )
+    kernel, at = _kernel(narrow=weight.dtype == torch.bfloat16), ctypes.addressof(told)
+    if team is None:
+        kernel[1](at)
+    else:
+        team.run(kernel[0], at, threads)
+    return out
+
+
+@cache
+def _kernel(*, narrow: bool) -> tuple[int, Any]:
+    address = compile_product(narrow=narrow).address
+    return address, _CALL(address)

@@ -1,0 +1,125 @@
+"""Products on a CPU: our kernel of few rows, the choice by timing, and that it is kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from slotline.plugins.model_families import linear_records
+from slotline.plugins.model_families.linear_records import FOLDER, Record, slotline_report_header
+from slotline.plugins.model_families.passes import cpu_products, dense_kernels
+from slotline.plugins.model_families.passes.cpu_products import ONEDNN, Way, judge, way_for
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear
+from slotline.registry.config import load_config
+
+FACTS = {"processor": "a processor", "torch": "2.0", "dtype": "float32", "threads": 1, "shape": [1024, 512]}
+PLAIN = Way("plain", ("numba", "numba", "numba", "torch"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))
+    cpu_products._record.cache_clear()
+    yield tmp_path / FOLDER
+    cpu_products._record.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 7, 16, 17])
+def test_a_layer_in_its_own_layout_gives_what_torch_gives(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    linear = nn.Linear(48, 37).to(dtype)  # outputs are no multiple of the kernel's four
+    plain = PackedLinear(linear.weight, linear.bias, PLAIN)
+    x, other = torch.randn(rows, 48).to(dtype), torch.randn(rows, 37).to(dtype)
+    exact = functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    with torch.no_grad():
+        found = {
+            "product": (plain(x), exact),
+            "plus": (plain.plus(x, other), exact + other.double()),
+            "times": (plain.times(x, other), exact * other.double()),
+            "swish": (plain.activated(x, "swish", ""), functional.silu(exact)),
+            "gelu": (plain.activated(x, "gelu", "tanh"), functional.gelu(exact, approximate="tanh")),
+            "relu": (plain.activated(x, "relu", ""), exact.relu()),
+        }
+    assert torch.equal(plain.weight, linear.weight)
+    for name, (got, wanted) in found.items():
+        assert got.dtype == dtype, name
+        error = (got.double() - wanted).abs().max() / wanted.abs().max()
+        assert error < (1e-6 if dtype == torch.float32 else 1.6e-2), name
+
+
+def test_a_row_is_the_same_among_any_number_of_rows() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(20, 64), torch.randn(16, 64)
+    whole = dense_kernels.few_rows(x, weight, None)
+    for rows in (1, 2, 3, 5, 15):
+        assert torch.equal(dense_kernels.few_rows(x[:rows], weight, None), whole[:rows])
+
+
+def test_the_layout_with_the_least_time_is_taken_and_a_kernel_for_each_number_of_rows() -> None:
+    onednn, torch_times = [4e-6, 4e-6, 4e-6, 4e-6], [2e-6, 9e-6, 9e-6, 4e-6]
+    numba = [3e-6, 2e-6, 5e-6, math.inf]
+    record = judge(FACTS, {"onednn": onednn, "torch": torch_times, "numba": numba})
+    assert (record.layout, list(record.kernels)) == ("plain", ["torch", "numba", "numba", "torch"])
+    assert "numba 3 2 5 -" in record.describe()
+    loses = judge(FACTS, {"onednn": onednn, "torch": [1e-6, 1e-6, 9e-6, 4e-6], "numba": [math.inf] * 4})
+    assert (loses.layout, loses.reason) == ("onednn", "the plain layout has 0.44 times the speed in a class of rows")
+    slow = judge(FACTS, {"onednn": [1e-6] * 4, "torch": torch_times, "numba": numba})
+    assert slow.layout == "onednn"
+    equal = judge(FACTS, {"onednn": onednn, "torch": [t * 0.99 for t in onednn], "numba": [math.inf] * 4})
+    assert equal.layout == "onednn"
+    assert "within the margin" in equal.reason
+
+
+def test_what_was_timed_first_is_kept_and_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def times(out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, list[float]]:
+        timed.append((out_features, in_features))
+        fast, slow = [1e-6] * 4, [2e-6] * 4
+        return {"onednn": fast, "torch": slow, "numba": slow} if len(timed) > 1 else {"onednn": slow, "torch": fast}
+
+    monkeypatch.setattr(cpu_products, "times", times)
+    way = way_for("timed", 1024, 512, torch.float32)
+    assert way == Way("plain", ("torch",) * 4)
+    cpu_products._record.cache_clear()  # as in the next process
+    assert way_for("timed", 1024, 512, torch.float32) == way
+    assert timed == [(1024, 512)]
+    lines = slotline_report_header(load_config(values={"device": "cpu"}).config)
+    assert lines is not None
+    assert any(line.startswith("linear 512x1024 float32") and "onednn 2 2 2 2" in line for line in lines)
+    (file,) = folder.glob("*.json")
+    cpu_products._keep(file, judge(FACTS, times(1024, 512, torch.float32)))  # by a process that was slower
+    kept = Record.read(file)
+    assert kept is not None
+    assert kept.layout == "plain"
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(linear_records, "processor", lambda: "another one")
+    assert slotline_report_header(load_config(values={"device": "cpu"}).config) is None
+
+
+def test_a_broken_record_is_no_record_and_small_weights_are_not_timed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_products, "times", lambda *shape: pytest.fail("timed"))
+    assert way_for("timed", 64, 64, torch.float32) == ONEDNN
+    assert way_for("onednn", 1024, 512, torch.float32) == ONEDNN
+    assert way_for("plain", 1024, 512, torch.float32).layout == "plain"
+    folder.mkdir()
+    for number, content in enumerate(("", "{}", json.dumps(FACTS | {"layout": "wide"}))):
+        (folder / f"{number}.json").write_text(content)
+        assert Record.read(folder / f"{number}.json") is None
+
+
+def test_candidates_are_timed_for_each_number_of_rows() -> None:
+    found = cpu_products.times(64, 32, torch.float32)
+    assert {len(seconds) for seconds in found.values()} == {4}
+    assert all(0 < seconds < 10 for seconds in found["onednn"] + found["torch"] + found["numba"][:3])
+    assert found["numba"][3] == math.inf
