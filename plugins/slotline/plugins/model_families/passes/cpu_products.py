@@ -42,6 +42,8 @@ IMPORTANCE = (3, 1, 2, 2)
 """Weights of the classes of rows where layouts are compared."""
 MARGIN = 0.02
 """Share by which the plain layout must be faster, so that noise seldom decides."""
+RULE = 1
+"""Number of this rule and its kernels: a change makes earlier answers void."""
 MOST_LOSS = 0.3
 """Logarithm of the ratio of times by which the plain layout may lose in any class of rows."""
 
@@ -96,7 +98,8 @@ def _record(out_features: int, in_features: int, dtype: torch.dtype, threads: in
         "threads": threads,
         "shape": [out_features, in_features],
     }
-    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    named = json.dumps({**facts, "rule": RULE}, sort_keys=True)
+    name = hashlib.sha256(named.encode()).hexdigest()[:24]
     try:
         file = cache_folder() / FOLDER / f"{name}.json"
         if (found := Record.read(file)) is None:
