@@ -40,6 +40,7 @@ def prefilled(llm: LLM, prompts: list[list[int]], **more: Any) -> dict[str, Any]
     for number, prompt in enumerate(prompts):
         llm.engine.add(f"p{number}", prompt, FIRST, kv_transfer_params=asked, **more)
     run_all(llm)
+    settled(llm)
     answer = llm.engine.extension("kv_transfer").answer(asked)
     assert answer is not None
     return json.loads(json.dumps(dict(answer)))  # type: ignore[no-any-return]
@@ -55,6 +56,7 @@ def continued(llm: LLM, prompts: list[list[int]], answer: dict[str, Any] | None,
 
 
 def settled(llm: LLM) -> None:
-    transfers_of(llm).finish()
-    llm.engine.step()
+    for _ in range(2):  # the first step may start saves
+        transfers_of(llm).finish()
+        llm.engine.step()
     everything_returned(llm)

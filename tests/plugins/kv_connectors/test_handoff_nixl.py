@@ -75,6 +75,7 @@ def test_the_text_is_one_engines_and_only_the_last_block_is_computed(
 PROCESS = """
 import sys
 import time
+from slotline.plugins.kv_connectors.handoff.items import Items
 from slotline.plugins.kv_connectors.handoff.peer import Identity
 from slotline.plugins.kv_connectors.handoff.server import BlockServer
 from slotline.plugins.kv_connectors.handoff.store import Store
@@ -82,11 +83,11 @@ size = int(sys.argv[1])
 store = Store(8 * size, [size])
 for key, row in store.take([(0, bytes([n])) for n in range(4)], ()):
     row[:] = 10 + key[1][0]
-store.publish()
-server = BlockServer(store, ("127.0.0.1", 0), Identity("i"), nixl=True)
+store.publish([(0, bytes([n])) for n in range(4)])
+server = BlockServer(store, Items(1024), ("127.0.0.1", 0), Identity("i"), timeout=2.0, nixl=True)
 store.row((0, b"\\x03"))[5] = 1
-store.find = lambda keys, find=store.find: [
-    one and one._replace(checksum=one.checksum ^ (key[1] == b"\\x03")) for one, key in zip(find(keys), keys)
+store.find = lambda keys, timeout, find=store.find: [
+    one and one._replace(checksum=one.checksum ^ (key[1] == b"\\x03")) for one, key in zip(find(keys, timeout), keys)
 ]
 print(server.address[1], flush=True)
 time.sleep(600)

@@ -94,6 +94,15 @@ class Agreement:
         self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, bad))
         return ended, lost, waiting, bool(found[0, -1])
 
+    def everywhere(self, own: Sequence[bool]) -> Flags:
+        """Return what is true of all ranks, [n] bool.
+
+        Args:
+            own: [n], what is true of this one.
+        """
+        found: Flags = np.logical_and.reduce(self._of_all(own))
+        return found
+
     def count_loads(self, number: int) -> None:
         """Count loads that were started."""
         self.counts = self.counts._replace(loads=self.counts.loads + number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,13 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_hashes import hash_sizes
 from slotline.plugins.kv_transfer.connector import kept_states
-from slotline.plugins.kv_transfer.extension import KVTransfer
+from slotline.plugins.kv_transfer.extension import PARAMS, KVTransfer
+from slotline.plugins.kv_transfer.items import ItemTransfers
+from slotline.plugins.kv_transfer.pins import PoolPins
 from slotline.plugins.kv_transfer.state_blocks import StateBlocks
 from slotline.plugins.kv_transfer.transfers import AsyncTransfers
-from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
+from slotline.plugins.multimodal.encoder_runner import EncoderRunner
+from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext, ItemKVConnector
 
 Int = npt.NDArray[np.int64]
 IDLE_SECONDS = 0.0005
@@ -53,6 +57,9 @@ class AsyncKVTransfer(KVTransfer):
         self._found: set[tuple[int, BlockHash]] = set()  # for it
         self._waiting: dict[int, set[int]] = {}  # by row, the blocks that are still to come
         self._lost: dict[int, int] = {}  # by row, the good tokens before a block whose load has failed
+        if planned.connector.capabilities.lasting_saves.support:
+            self.transfers.pins = PoolPins(self._pool, self._states)
+        self._items = self._item_transfers(context.parts)
         self._max_loads = planned.loaded.config.kv_connector.max_loads
         self._under_way = 0  # launched steps whose results are not used yet
 
@@ -70,6 +77,8 @@ class AsyncKVTransfer(KVTransfer):
 
     def limit_prompt(self, request: Request, computed: int, count: int) -> int:
         """Admit a request without tokens if its prefix has blocks that are still to come."""
+        if self._items is not None and self._is_handed_over(request) and self._items.lacking(request, computed):
+            return 0
         return 0 if self._must_wait(request, computed) else count
 
     def fill_block(self, block: CacheBlock) -> None:
@@ -78,7 +87,9 @@ class AsyncKVTransfer(KVTransfer):
         self._pool.share([block.block])
 
     def begin_request(self, request: Request, computed: int) -> None:
-        """Note the blocks that an admitted request waits for."""
+        """Note the blocks that an admitted request waits for, and load what else it lacks."""
+        if self._items is not None and self._is_handed_over(request):
+            self._items.begin(request, computed, request.inputs[PARAMS])
         coming = self.transfers.coming
         own = (
             {block for group in self._groups for block in group.blocks[request.row] if block in coming}
@@ -91,7 +102,8 @@ class AsyncKVTransfer(KVTransfer):
 
     def limit_tokens(self, rows: Int, counts: Int) -> Int:
         """Leave requests that wait without tokens."""
-        return np.where(np.isin(rows, list(self._waiting)), 0, counts) if self._waiting else counts
+        waiting = [*self._waiting, *(() if self._items is None else self._items.waiting)]
+        return np.where(np.isin(rows, waiting), 0, counts) if waiting else counts
 
     def requeue(self) -> list[Request]:
         """Ask what has arrived. Return the requests that have a block whose load failed."""
@@ -103,7 +115,8 @@ class AsyncKVTransfer(KVTransfer):
         """Start transfers, also if no request has tokens in this step."""
         with self._scope("transfer"):
             self.transfers.start()
-        if not scheduled.num_tokens and not self._under_way and self.transfers.coming:
+        busy = self.transfers.coming or self.transfers.saving or (self._items is not None and self._items.waiting)
+        if busy and not scheduled.num_tokens and not self._under_way:
             time.sleep(IDLE_SECONDS)
         return scheduled
 
@@ -121,18 +134,21 @@ class AsyncKVTransfer(KVTransfer):
     def unschedule(self, request: Request) -> None:
         """Forget what a request waited for. Its blocks stay held until their load has ended."""
         self._waiting.pop(request.row, None)
+        if self._items is not None:
+            self._items.leave(request.row)
         self._lost.pop(request.row, None)
 
     def held_blocks(self) -> Collection[int]:
-        """Return the blocks that the connector may still write."""
-        reserved = self.transfers.reserved
-        return reserved if self._states is None else [one for one in reserved if one < self._pool.num_blocks]
+        """Return the blocks that the connector may still write or read."""
+        return [one for one in (*self.transfers.reserved, *self.transfers.saving) if one < self._pool.num_blocks]
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Wait for all loads and forget them."""
         self._waiting.clear()
         self._lost.clear()
         self._under_way = 0
+        if self._items is not None:
+            self._items.clear()
         super().restore(requests)
         if self._states is not None:
             self._states.give_up()
@@ -142,6 +158,23 @@ class AsyncKVTransfer(KVTransfer):
         self.transfers.finish()
         self._settle()
         super().forget_prefixes()
+
+    def _item_transfers(self, parts: Parts) -> ItemTransfers | None:
+        """Return the transfers of encoder outputs, None for a connector or a model without any."""
+        planned, multimodal = parts.planned, parts.named.get("multimodal")
+        if planned.connector is None or not planned.connector.capabilities.items.support:
+            return None
+        encoder = getattr(multimodal, "encoder", None)
+        if not isinstance(encoder, EncoderRunner):
+            return None
+        timeout = planned.loaded.config.kv_connector.load_timeout
+        connector = cast("ItemKVConnector", self.transfers.connector)
+        return ItemTransfers(connector, encoder, self.transfers.agreement, timeout, self.transfers.name)
+
+    def _is_handed_over(self, request: Request) -> bool:
+        """Return whether another engine has computed a request's prompt, and it may be asked."""
+        params = request.inputs.get(PARAMS)
+        return bool(params and params.get("do_remote_prefill")) and request.row not in self._without
 
     def _find_states(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
         """Return those of `hashes` whose state can be loaded for a request, none if as much as may be is under way."""
@@ -167,7 +200,10 @@ class AsyncKVTransfer(KVTransfer):
         return False
 
     def _settle(self) -> None:
-        """Give up the blocks whose load has ended, and note the requests that lost any."""
+        """Give up the blocks whose transfer has ended, and note the requests that lost any."""
+        if self._items is not None:
+            self._items.poll()
+        self.transfers.poll_saves()
         if not self.transfers.reserved:
             return
         ended = self.transfers.poll()

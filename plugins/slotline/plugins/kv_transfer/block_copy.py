@@ -216,13 +216,16 @@ class CacheBlockCopy:
         devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
         largest = max(STAGING_BYTES, *self.block_bytes)
         lanes = {device: Lane(device, largest, copies(device)) for device in devices}
+        # In host memory a thread may read blocks while another one writes to others.
+        more = {one: Lane(one, largest, copies(one)) if one.type == "cpu" else lanes[one] for one in devices}
         largest = max(BESIDE_BYTES, *self.block_bytes)
         besides = {device: _beside(lane, largest, copies) for device, lane in lanes.items()}
         self._segments = [_segments(layers, lanes, besides) for layers in groups]
+        self._writers = [_segments(layers, more, besides) for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Read `blocks` into the same number of `rows`."""
-        for segment, ids, own in self._pieces(group, blocks, rows):
+        for segment, ids, own in self._pieces(self._segments, group, blocks, rows):
             staged = segment.lane.from_device(len(own), segment.end - segment.first)
             for pages, part in segment.parts(staged):
                 part.copy_(pages.index_select(0, ids))
@@ -230,7 +233,7 @@ class CacheBlockCopy:
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Write `rows` into the same number of `blocks`, which are distinct."""
-        for segment, ids, own in self._pieces(group, blocks, rows):
+        for segment, ids, own in self._pieces(self._writers, group, blocks, rows):
             for pages, part in segment.parts(segment.lane.from_rows(own)):
                 pages.index_copy_(0, ids, part)
             segment.lane.put_back()
@@ -270,13 +273,13 @@ class CacheBlockCopy:
         return to_device(np.array(blocks, np.int64) - self._first[group], segment.lane.device)
 
     def _pieces(
-        self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
+        self, segments: list[list[Segment]], group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Segment, torch.Tensor, list[torch.Tensor]]]:
         """Yield segment, block ids on the device and parts of rows for at most a staging buffer of blocks at a time."""
         most = STAGING_BYTES // self.block_bytes[group] or 1
         for first in range(0, len(blocks), most):
             own = slice(first, first + most)
-            for segment in self._segments[group]:
+            for segment in segments[group]:
                 yield segment, self._ids(group, blocks[own], segment), segment.cut(rows[own])
 
 

@@ -88,7 +88,8 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
     limits = planned.loaded.config.kv_connector
     kind: Callable[..., Transfers] = Transfers
     if descriptor.capabilities.asynchronous.support:
-        kind = partial(AsyncTransfers, timeout=limits.load_timeout)
+        most = max(min(limits.max_saves, memory.num_blocks // 2), 1)
+        kind = partial(AsyncTransfers, timeout=limits.load_timeout, max_saves=most)
     return kind(
         connector,
         saves_evicted,

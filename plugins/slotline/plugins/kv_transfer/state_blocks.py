@@ -91,6 +91,18 @@ class StateBlocks:
             if one.group == self.group:
                 self._checkpoints.loaded(one.block - self._offset, one.block_hash)
 
+    def is_kept(self, block: CacheBlock) -> bool:
+        """Return whether a slot still has the state that it is to be saved for."""
+        return self._checkpoints.slot_of(block.block_hash) == block.block - self._offset
+
+    def hold(self, block: CacheBlock) -> None:
+        """Keep a state as it is."""
+        self._checkpoints.hold(block.block - self._offset)
+
+    def let_go(self, block: CacheBlock) -> None:
+        """Let a state be overwritten."""
+        self._checkpoints.let_go(block.block - self._offset, block.block_hash)
+
     def give_up(self) -> None:
         """Forget all states that were on their way."""
         self._checkpoints.give_up()

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from attrs import define, field
 
@@ -27,6 +27,7 @@ from slotline.registry.contracts import (
     CacheBlock,
     CountingKVConnector,
     KVConnector,
+    LastingKVConnector,
     RequestKVConnector,
 )
 from slotline.registry.errors import RequestError
@@ -49,6 +50,22 @@ class Ended(NamedTuple):
     lost: list[CacheBlock]
     late: list[CacheBlock]
     free: list[CacheBlock]
+
+
+class Pins(Protocol):
+    """Blocks that stay as they are while the connector reads them."""
+
+    def is_there(self, block: CacheBlock) -> bool:
+        """Return whether a block still holds what it is to be saved for."""
+        ...
+
+    def keep(self, blocks: Sequence[CacheBlock]) -> None:
+        """Keep blocks as they are."""
+        ...
+
+    def let_go(self, blocks: Sequence[CacheBlock]) -> None:
+        """Let blocks be overwritten."""
+        ...
 
 
 @define(eq=False)
@@ -147,7 +164,7 @@ class Transfers:
                 self.connector.start(self._here(saves), self._here(loads))
             except Exception:  # a plugin's code may raise anything
                 logger.exception("%s cannot save %d blocks and load %d", self.name, len(saves), len(loads))
-                self._failed |= {one.block for one in loads}
+                self._not_started(saves, loads)
             self._started(loads, time.perf_counter() - begun)
         self.agreement.count_loads(len(loads))
         return tuple(loads)
@@ -221,6 +238,10 @@ class Transfers:
         if loads:
             self.speed.loading.add(seconds, self.tokens_of(loads))
 
+    def _not_started(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        """Take note of transfers that the connector could not start."""
+        self._failed |= {one.block for one in loads}
+
     def _judge(self, *, slow: bool) -> None:
         """Leave a slow store out. All ranks do it in the same step."""
         if slow:
@@ -272,9 +293,17 @@ class AsyncTransfers(Transfers):
 
     Attributes:
         timeout: seconds after which a request waits for a load no more.
+        max_saves: blocks that may be read by saves at a time, if they last.
+        pins: keep blocks as they are while a save reads them. None if saves end in their step.
+        unsaved: blocks that held something else, or the same as another block, when their save would have begun.
     """
 
     timeout: float = float("inf")
+    max_saves: int = 0
+    pins: Pins | None = None
+    unsaved: int = field(default=0, init=False)
+    _saving: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block
+    _saved: set[int] = field(factory=set, init=False)
     _arrived: set[int] = field(factory=set, init=False)
     _begun: dict[int, float] = field(factory=dict, init=False)  # by block, when its load was started
     _late: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block, loads that nobody waits for any more
@@ -292,6 +321,51 @@ class AsyncTransfers(Transfers):
     def reserved(self) -> AbstractSet[int]:
         """Return the blocks that the connector may still write."""
         return self._unsure.keys() | self._late.keys()
+
+    @property
+    def saving(self) -> Mapping[int, CacheBlock]:
+        """Return the saves under way, by block."""
+        return self._saving
+
+    def start(self) -> tuple[CacheBlock, ...]:
+        """Start the transfers as before, and keep blocks as they are whose saves last."""
+        if self.pins is not None:
+            later = self._keep_saves(self.pins)
+            started = super().start()
+            self._saves = later
+            return started
+        return super().start()
+
+    def _keep_saves(self, pins: Pins) -> list[CacheBlock]:
+        """Keep the blocks of the next saves as they are. Return those for which too many saves are under way."""
+        if len(self._saving) + len(self._saves) > self.max_saves:
+            self.poll_saves()
+        found = {one.block: one for one in self._saves if one.block not in self._saving}
+        there = [one for one in found.values() if pins.is_there(one)]
+        self.unsaved += len(found) - len(there)
+        room = max(self.max_saves - len(self._saving), 0)
+        self._saves, later = there[:room], there[room:]
+        pins.keep(self._saves)
+        self._saving |= {one.block: one for one in self._saves}
+        return later
+
+    def poll_saves(self) -> None:
+        """Let go of the blocks whose saves have ended on all ranks."""
+        if self.pins is None or not self._saving:
+            return
+        try:
+            self._saved |= set(cast("LastingKVConnector", self.connector).saved())
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("%s cannot say what is saved", self.name)
+            self.finish()
+            self._saved |= self._saving.keys()
+        own = [one.block in self._saved or one.group in self.elsewhere for one in self._saving.values()]
+        over = self.agreement.everywhere(own)
+        ended = [one for one, is_over in zip(self._saving.values(), over, strict=True) if is_over]
+        for one in ended:
+            del self._saving[one.block]
+        self._saved &= self._saving.keys()
+        self.pins.let_go(ended)
 
     @property
     def is_late(self) -> bool:
@@ -327,7 +401,14 @@ class AsyncTransfers(Transfers):
         self._arrived.clear()
         self._late.clear()
         self._begun.clear()
+        self._saving.clear()
+        self._saved.clear()
+        self._saves.clear()
         return super().give_up()
+
+    def events(self) -> Mapping[str, float]:
+        """Return the number of each event so far."""
+        return {**super().events(), **({} if self.pins is None else {"unsaved": float(self.unsaved)})}
 
     def _agreed(self) -> Ended:
         """Return what all ranks know of the loads under way."""
@@ -355,15 +436,21 @@ class AsyncTransfers(Transfers):
             logger.warning(text, self.name, len(found.late), self.timeout)
         return found
 
+    def _not_started(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        """Take note of transfers that the connector could not start. Nothing reads the blocks of these saves."""
+        super()._not_started(saves, loads)
+        self._saved |= {one.block for one in saves}
+
     def _started(self, loads: Sequence[CacheBlock], seconds: float) -> None:
         """Take note of loads that were started."""
         now = time.monotonic()
         self._begun |= {one.block: now for one in loads}
 
     def _discard(self) -> None:
-        """Wait until no load is under way, and have the connector forget which have ended."""
+        """Wait until nothing is under way, and have the connector forget which have ended."""
         self.finish()
-        for ended in (self._connector.arrived, self._connector.failed):
+        lasting = () if self.pins is None else (cast("LastingKVConnector", self.connector).saved,)
+        for ended in (self._connector.arrived, self._connector.failed, *lasting):
             try:
                 ended()
             except Exception:  # a plugin's code may raise anything

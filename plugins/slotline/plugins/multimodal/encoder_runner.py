@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,18 @@ Taken = Sequence[tuple[int, Feature, torch.Tensor]]
 logger = logging.getLogger("slotline")
 
 
+class ItemShare(Protocol):
+    """Encoder outputs that engines hand to each other."""
+
+    def encoded(self, mm_hash: str, output: torch.Tensor) -> None:
+        """Hand on an output that was made here."""
+        ...
+
+    def take(self, mm_hash: str) -> torch.Tensor | None:
+        """Return an output of another engine, once, None if there is none."""
+        ...
+
+
 @define(eq=False)
 class EncoderRunner:
     """Encoder runs and embeddings for inputs besides text.
@@ -37,12 +50,14 @@ class EncoderRunner:
         queue: of the device, where encoding runs while the step before computes. A device without streams has one
             order for both.
         outputs: embeddings [n, (1 + layer_embeds) * hidden_size] by the hash of their item.
+        share: gives and takes those of other engines. None without any.
     """
 
     model: MultimodalModel
     device: str
     queue: CopyStream
     outputs: dict[str, torch.Tensor] = field(factory=dict)
+    share: ItemShare | None = field(default=None, kw_only=True)
     _behind: bool = field(default=True, init=False)  # whether encoding has to wait for what computes
 
     def run(self, items: StepItems) -> dict[str, Exception]:
@@ -127,6 +142,10 @@ class EncoderRunner:
             raise IntegrityError(f"encoder outputs and their cache differ on {sorted(differ)[0][:12]}")
 
     def _encode(self, modality: str, features: list[Feature]) -> None:
+        given = {} if self.share is None else self._given(self.share, features)
+        self.outputs |= given
+        if not (features := [feature for feature in features if feature.mm_hash not in given]):
+            return
         outputs = self.model.encode(modality, [feature.inputs for feature in features])
         found, wanted = [len(output) for output in outputs], [feature.size for feature in features]
         if found != wanted:
@@ -135,6 +154,20 @@ class EncoderRunner:
                 fix="tell the author of the model family",
             )
         self.outputs |= {feature.mm_hash: output for feature, output in zip(features, outputs, strict=True)}
+        if self.share is not None:
+            for feature in features:
+                self.share.encoded(feature.mm_hash, self.outputs[feature.mm_hash])
+
+    def _given(self, share: ItemShare, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
+        """Return the outputs that another engine has made, of those of some items that fit."""
+        width = self.model.facts.hidden_size * (1 + self.model.facts.layer_embeds)
+        found = {feature.mm_hash: share.take(feature.mm_hash) for feature in features}
+        fits = {f.mm_hash: (f.size, width) for f in features}
+        return {
+            mm_hash: output.to(self.device, non_blocking=True)
+            for mm_hash, output in found.items()
+            if output is not None and tuple(output.shape) == fits[mm_hash]
+        }
 
 
 def _overlaps(inputs: ModelInputs, items: Taken, shift: int) -> Iterator[tuple[Int, torch.Tensor]]:

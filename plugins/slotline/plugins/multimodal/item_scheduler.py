@@ -60,6 +60,7 @@ class ItemScheduler:
         self.max_batched_tokens = max_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.looks_ahead = looks_ahead
+        self._idle: set[Request] = set()  # requests that have been admitted, and have not computed anything since
         self.next_feature = np.full(rows.max_requests, NO_LIMIT, np.int64)
 
     def prepare_request(self, request: Request) -> None:
@@ -71,7 +72,7 @@ class ItemScheduler:
     def limit_tokens(self, rows: Int, counts: Int) -> Int:
         """Return `counts` [n], cut in each row before the first item that cannot be encoded in this step."""
         computed, left = self.rows.num_computed_tokens[rows], counts.copy()
-        for position in np.flatnonzero(self.next_feature[rows] < computed + left).tolist():
+        for position in np.flatnonzero((left > 0) & (self.next_feature[rows] < computed + left)).tolist():
             budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
             request, count = self.rows.request(int(rows[position])), min(int(left[position]), budget)
             left[position] = self._reach(request, int(computed[position]), count)
@@ -85,11 +86,15 @@ class ItemScheduler:
         """
         if not features_of(request):
             return count
+        if not count:  # it is admitted without work, and needs its items later
+            self._idle.add(request)
+            return 0
         reached = self._reach(request, computed, count)
         return reached if reached and (reached == count or self.chunked_prefill) else None
 
     def unschedule(self, request: Request) -> None:
         """Release what the request holds."""
+        self._idle.discard(request)
         self.cache.release(request)
 
     def take(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, StepItems]:
@@ -116,11 +121,12 @@ class ItemScheduler:
         """
         self.cache.check()
         for request in self.rows.requests:
-            if request is not None and request.status is Status.RUNNING:
+            if request is not None and request.status is Status.RUNNING and request not in self._idle:
                 self.cache.check_request(request, int(self.rows.num_computed_tokens[request.row]))
 
     def _reach(self, request: Request, computed: int, count: int) -> int:
         """Return how many of the `count` tokens after the computed ones a step can compute."""
+        self._idle.discard(request)
         if self.looks_ahead:
             count = without_part(features_of(request), computed, count)
         return self.cache.reach(request, computed, count)

@@ -255,6 +255,10 @@ class Checkpoints:
         if self.store is not None:
             self.store.state_kept(slot, block_hash)
 
+    def slot_of(self, block_hash: BlockHash) -> int | None:
+        """Return the slot that holds the state behind a prefix, None if none does."""
+        return self._slot_of.get(block_hash)
+
     def is_coming(self, block_hash: BlockHash) -> bool:
         """Return whether a state is being loaded, or is not here and will have to be."""
         slot = self._slot_of.get(block_hash)

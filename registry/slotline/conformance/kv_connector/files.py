@@ -85,6 +85,7 @@ def steps_wait(run: Run) -> None:
         arrived, failed = set(connector.arrived()), set(connector.failed())
         fastest = min(fastest, time.perf_counter() - started)
         pool.ended([one for one in loads if one.block not in arrived | failed])
+        pool.saves_ended(saves)
     if fastest > STEP_SECONDS:
         raise Failed(f"the calls of a step took {fastest:.2f} s at the least, and {STEP_SECONDS} s is much")
 

@@ -25,7 +25,7 @@ def fuzz_traffic(run: Run) -> None:
             group = rng.randrange(2)
             if pool.held(group, [name])[0]:
                 loads.append(pool.wanted(group, name, block))
-        if loads and saves and rng.random() < 0.5:  # into a block that is saved
+        if loads and saves and not pool.lasting and rng.random() < 0.5:  # into a block that is saved
             one = loads[0]
             if saves[0].group == one.group:
                 loads[0] = one._replace(block=saves[0].block)

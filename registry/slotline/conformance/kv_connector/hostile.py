@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from slotline.registry.contracts import AsyncKVConnector
+from slotline.registry.contracts import AsyncKVConnector, LastingKVConnector
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.kv_connector import NUM_BLOCKS, Pool
@@ -16,6 +16,8 @@ from slotline.testing.environments.kv_connector import NUM_BLOCKS, Pool
 def blocks_both(run: Run) -> None:
     """A block of the pool that is saved and loaded at once is read before it is written."""
     pool = Pool(run)
+    if pool.lasting:
+        raise NotApplicable("a block that is being saved is not loaded into: saves in the step are not declared")
     pool.step([pool.block(0, "old", 5)], ())
     if not pool.held(0, ["old"])[0]:
         return  # it keeps less than one block, which is no fault of order
@@ -106,3 +108,23 @@ def loads_finish(run: Run) -> None:
         raise Failed("blocks were written after `finish`")
     if again := set(connector.arrived()) | set(connector.failed()):
         raise Failed(f"blocks {sorted(again)} are said to have ended once more")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.saves.finish", Level.HOSTILE, cost=0.02)
+def saves_finish(run: Run) -> None:
+    """After `finish` no save is under way: each is said once to have ended, and its block may be overwritten."""
+    pool = Pool(run)
+    if not pool.lasting:
+        raise NotApplicable("saves end in the step that they are started for: lasting_saves is not declared")
+    connector = cast("LastingKVConnector", pool.connector)
+    saves = [pool.block(0, f"{i}", 3 + i) for i in range(4)]
+    connector.start(saves, ())
+    connector.finish()
+    if missing := {one.block for one in saves} - set(connector.saved()):
+        raise Failed(f"the saves of {sorted(missing)} were not finished")
+    pool.bytes[0].zero_()
+    if again := set(connector.saved()):
+        raise Failed(f"blocks {sorted(again)} are said to be saved once more")
+    loads = [pool.wanted(0, f"{i}", 40 + i) for i in range(4) if pool.held(0, [f"{i}"])[0]]
+    if failed := pool.step((), loads):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")

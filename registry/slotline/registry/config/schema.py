@@ -143,6 +143,14 @@ class KVConnectorConfig:
         validator=positive,
         metadata=_doc("blocks that an asynchronous connector may load at a time; what is beyond them is computed"),
     )
+    max_saves: int = field(
+        default=1024,
+        validator=positive,
+        metadata=_doc(
+            "blocks that a connector with lasting saves may be saving at a time, half of the pool at most; what is "
+            "beyond them waits, and is not saved if it has been overwritten by then"
+        ),
+    )
     load_timeout: float = field(
         default=30.0,
         validator=at_least(0),

@@ -96,9 +96,11 @@ from slotline.registry.contracts.kv_connector import (
     ConnectorGroup,
     CountingKVConnector,
     EvictedBlock,
+    ItemKVConnector,
     KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
+    LastingKVConnector,
     RequestKVConnector,
 )
 from slotline.registry.contracts.kv_spec import (
@@ -280,6 +282,7 @@ __all__ = [
     "Graph",
     "GraphCapture",
     "HeadNorm",
+    "ItemKVConnector",
     "KVCache",
     "KVCompressor",
     "KVCompressorContext",
@@ -292,6 +295,7 @@ __all__ = [
     "KVSpecCapabilities",
     "KVSpecContext",
     "KernelCompiler",
+    "LastingKVConnector",
     "LayerCache",
     "LayerInput",
     "LayerReader",

@@ -17,6 +17,10 @@ request has its row and its blocks, and waits without tokens while others run. B
 say which loads have ended. The request runs once all of its loads have. If one has failed, the request is computed from
 the last good block. Blocks stay reserved until their load has ended, even if the request was aborted meanwhile.
 
+The saves of a connector with `lasting_saves` take their own time too. `start` begins them, and reads the blocks
+afterwards. The blocks stay as they are until `saved` tells of them, also if their request has ended meanwhile. No more
+than `kv_connector.max_saves` blocks are in this state at a time.
+
 An exception in a connector costs its hits, never a request. A block's hash covers its tokens, all tokens before them,
 the salt and the adapter, but not the model. A store that outlives an engine or serves several engines must separate
 models itself.
@@ -41,7 +45,7 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, LayerCache
@@ -49,6 +53,7 @@ from slotline.registry.contracts.cache_tensors import PLAIN
 from slotline.registry.contracts.kv_spec import BlockHash
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.declared import declared
+from slotline.registry.errors import ContractError
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +76,13 @@ class KVConnectorCapabilities:
         spills: whether it calls `KVConnectorContext.evicted` with the blocks that it gives up to make room.
         composes: name of its option that names the connectors that it is made of. It gets them from
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
+        lasting_saves: whether saves end in later steps, see `LastingKVConnector`. It is `asynchronous` then, and does
+            not take ``evicted`` blocks, which are about to be overwritten.
         states: whether it takes a group of states, whose blocks are much larger than others. It is `asynchronous` then.
         own_rows: whether it keeps the rows that it passes to `BlockCopy.to_device`, and only `BlockCopy` writes them.
             Then `tiers` can have them copied beside forward passes.
+        items: whether it hands over what encoders make of images and other items, see `ItemKVConnector`. It declares
+            `by_request` and `asynchronous` then.
     """
 
     devices: Set[str]
@@ -87,6 +96,17 @@ class KVConnectorCapabilities:
     composes: str = ""
     states: Flag = Flag(False)
     own_rows: Flag = Flag(False)
+    items: Flag = Flag(False)
+    lasting_saves: Flag = field(default=Flag(False))
+
+    @lasting_saves.validator
+    def _keeps_blocks(self, _attribute: object, value: Flag) -> None:
+        if value.support and (self.saves == "evicted" or not self.asynchronous.support):
+            raise ContractError(
+                f"KVConnectorCapabilities.lasting_saves with saves={self.saves!r} and "
+                f"asynchronous={self.asynchronous.support}: blocks must stay until their save has ended",
+                fix='declare saves="filled" and asynchronous=Flag(True) too',
+            )
 
 
 class CacheBlock(NamedTuple):
@@ -146,7 +166,8 @@ class BlockCopy(Protocol):
     """Operation that copies whole blocks of a cache group between the caches and host memory, in stream order.
 
     A row of host memory is [block_bytes] uint8. Only copies from and to pinned rows return without waiting for the
-    device.
+    device. For caches in host memory `to_host` may be called by another thread than that of the steps, if blocks stay
+    as they are meanwhile.
     """
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
@@ -243,8 +264,9 @@ class KVConnector(Protocol):
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         """Begin to save and to load blocks.
 
-        A block of the pool may be in both: it is read before it is written. Making room for `saves` must not evict any
-        of `loads`, which `held` has confirmed. `saves` may contain blocks that are already held.
+        A block of the pool may be in both: it is read before it is written. With `lasting_saves` none is in both.
+        Making room for `saves` must not evict any of `loads`, which `held` has confirmed. `saves` may contain blocks
+        that are already held.
         """
         ...
 
@@ -282,6 +304,17 @@ class AsyncKVConnector(KVConnector, Protocol):
         ...
 
 
+class LastingKVConnector(AsyncKVConnector, Protocol):
+    """Further method of a connector whose saves end in later steps. Its `finish` waits for saves, too.
+
+    If `start` raises, it reads none of the blocks that it was to save.
+    """
+
+    def saved(self) -> Collection[int]:
+        """Return the blocks whose save has ended since the last call, well or not. They may be overwritten now."""
+        ...
+
+
 class RequestKVConnector(KVConnector, Protocol):
     """Further methods of a connector that is told by a request where its blocks are.
 
@@ -301,6 +334,28 @@ class RequestKVConnector(KVConnector, Protocol):
         """Return the parameters of the request that another engine is to continue with, None for nothing.
 
         Any thread may call it. The values can be written as JSON.
+        """
+        ...
+
+
+class ItemKVConnector(RequestKVConnector, Protocol):
+    """Further methods of a connector that hands over encoder outputs of items besides text, by the hash of an item."""
+
+    def item_encoded(self, mm_hash: str, output: torch.Tensor) -> None:
+        """Keep an encoder's output for other engines, [n, width] on the device.
+
+        The device's current stream writes it, and nobody changes it afterwards. Return soon.
+        """
+        ...
+
+    def load_items(self, mm_hashes: Sequence[str], params: Mapping[str, Any]) -> None:
+        """Begin to load encoder outputs for a request with these parameters. Each is told once by `items`."""
+        ...
+
+    def items(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the items whose load has ended since the last call, by hash.
+
+        Each is [n, width] in host memory, None if it could not be loaded.
         """
         ...
 

@@ -24,6 +24,7 @@ from slotline.registry.contracts import (
     KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
+    LastingKVConnector,
     StateLayer,
     StateTensorSpec,
 )
@@ -130,6 +131,7 @@ class Pool:
         )
         self.connector: KVConnector = in_folder(run, self.folder.name).build(self.context)
         self.asynchronous = bool(run.subject.capabilities.asynchronous.support)
+        self.lasting = bool(run.subject.capabilities.lasting_saves.support)
 
     @property
     def files(self) -> list[Path]:
@@ -170,6 +172,7 @@ class Pool:
         self.connector.wait()
         failed = self.ended(loads) if self.asynchronous else set[int]()
         seen = [memory.clone() for memory in self.bytes]
+        self.saves_ended([one for one in saves if one.block not in {load.block for load in loads}])
         for one in saves:  # the pool reuses them
             self.bytes[one.group][place(*_at(one))] = self._random(1, self.groups[one.group].block_bytes)[0]
         failed |= set(self.connector.failed())
@@ -212,6 +215,22 @@ class Pool:
             if left and time.monotonic() > latest:
                 raise Failed(f"the loads into {sorted(left)} have not ended after {PATIENCE:g} s")
         return failed
+
+    def saves_ended(self, saves: Sequence[CacheBlock]) -> None:
+        """Wait until saves have ended that take their own time. Each block is overwritten as soon as it may be.
+
+        Raises:
+            Failed: if a save does not end, or a block is said to be saved that was not to be.
+        """
+        left, latest = {one.block: one for one in saves} if self.lasting else {}, time.monotonic() + PATIENCE
+        while left:
+            saved = set(cast("LastingKVConnector", self.connector).saved())
+            if strange := saved - left.keys():
+                raise Failed(f"blocks {sorted(strange)} are said to be saved, and were not under way")
+            for one in map(left.pop, saved):
+                self.bytes[one.group][place(*_at(one))] = self._random(1, self.groups[one.group].block_bytes)[0]
+            if left and time.monotonic() > latest:
+                raise Failed(f"the saves of {sorted(left)} have not ended after {PATIENCE:g} s")
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """See `BlockCopy`."""

@@ -15,7 +15,7 @@ from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContex
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
-from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, FileBlocks, Key, LaterBlocks
+from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, FileBlocks, Key, LastingBlocks, LaterBlocks
 
 
 class ByHashAlone(FewBlocks):
@@ -210,6 +210,41 @@ class WaitsInTheStep(LaterBlocks):
         time.sleep(0.3 if loads else 0.0)
 
 
+class SavedEarly(LastingBlocks):
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        for one in self.leaving if loads else ():  # at the latest
+            self.save(one, ())
+        super().start(saves, loads)
+        self.done |= {one.block for one in saves}
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        later = {self.key(one.group, one.block_hash) for saves in self.leaving for one in saves}
+        return [self.key(group, one) in self.rows or self.key(group, one) in later for one in hashes]
+
+    def take(self, saves: Sequence[CacheBlock]) -> None:
+        self.save(saves, ())
+
+
+class KeepsTheLastBlock(LastingBlocks):
+    def take(self, saves: Sequence[CacheBlock]) -> None:
+        super().take(saves)
+        self.done -= {one.block for one in saves[1:][-1:]}
+
+
+class LeavesSaves(LastingBlocks):
+    def finish(self) -> None:
+        left = self.leaving
+        self.leaving = [[], []]
+        super().finish()
+        self.leaving = left
+
+
+class SavesInTheStep(LastingBlocks):
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        super().start(saves, loads)
+        time.sleep(0.3 if saves else 0.0)
+
+
 class TrustsFiles(FileBlocks):
     def read(self, file: Path, size: int) -> bytes | None:
         return file.read_bytes()[32:][:size] if file.exists() and file.stat().st_size >= size + 32 else None
@@ -257,6 +292,7 @@ class HoldsWhatItCouldNotWrite(FileBlocks):
 
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     right = reference.later if issubclass(factory, LaterBlocks) else reference.descriptor
+    right = reference.lasting if issubclass(factory, LastingBlocks) else right
     right = reference.files if issubclass(factory, FileBlocks) else right
     changed = attrs.evolve(right, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
     return Mutant(name, summary, level, changed)
@@ -279,6 +315,10 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("loses-the-last", "never ends the last of several loads", Level.NUMERICS, LosesTheLast),
     _mutant("cuts-states", "keeps no more of a state than of a block", Level.NUMERICS, CutsStates),
     _mutant("states-as-blocks", "finds a state where a block was saved", Level.NUMERICS, StatesAsBlocks),
+    _mutant("saved-early", "says that a block is saved, and reads it afterwards", Level.NUMERICS, SavedEarly),
+    _mutant("keeps-the-last-block", "never says that the last block is saved", Level.NUMERICS, KeepsTheLastBlock),
+    _mutant("leaves-saves", "finishes with saves under way", Level.HOSTILE, LeavesSaves),
+    _mutant("saves-in-the-step", "waits for its saves where the step starts", Level.HOSTILE, SavesInTheStep),
     _mutant("waits-in-the-step", "waits for its loads where the step starts", Level.HOSTILE, WaitsInTheStep),
     _mutant("knows-its-own-alone", "does not find the files of an earlier process", Level.NUMERICS, KnowsItsOwnAlone),
     _mutant("one-folder-for-all", "finds another model's files", Level.NUMERICS, OneFolderForAll),
@@ -300,5 +340,6 @@ CORRECT: tuple[Correct, ...] = (
     Correct("the least recently used of a few blocks makes room", reference.descriptor),
     Correct("the first few blocks stay, copied together", reference.one_copy),
     Correct("loads that end later", reference.later),
+    Correct("saves and loads that end later", reference.lasting),
     Correct("files that outlive the process", reference.files),
 )

@@ -127,6 +127,38 @@ class LaterBlocks(FewBlocks):
         self.here |= {one.block for one in loads} - self.missing
 
 
+class LastingBlocks(LaterBlocks):
+    """Connector that reads the blocks that it saves when it is asked for the second time."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.leaving: list[list[CacheBlock]] = [[], []]  # those that are saved at the next call first
+        self.done: set[int] = set()
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self.leaving[-1] += saves
+        self.coming[-1] += loads
+
+    def saved(self) -> Collection[int]:
+        """Return the blocks whose save has ended."""
+        self.take(self.leaving.pop(0))
+        self.leaving.append([])
+        done, self.done = self.done, set()
+        return done
+
+    def finish(self) -> None:
+        """End all loads and saves."""
+        super().finish()
+        for saves in self.leaving:
+            self.take(saves)
+        self.leaving = [[], []]
+
+    def take(self, saves: Sequence[CacheBlock]) -> None:
+        """Save blocks. What is about to be loaded stays."""
+        self.save(saves, {self.key(one.group, one.block_hash) for loads in self.coming for one in loads})
+        self.done |= {one.block for one in saves}
+
+
 @frozen(kw_only=True)
 class FileOptions:
     """Options of a connector with files."""
@@ -219,6 +251,16 @@ later = Descriptor(
     ),
     factory=LaterBlocks,
     summary="keeps a few blocks in host memory, and loads them later",
+)
+
+lasting = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="lasting_blocks",
+    capabilities=KVConnectorCapabilities(
+        devices=Set(("cpu", "cuda")), asynchronous=Flag(True), states=Flag(True), lasting_saves=Flag(True)
+    ),
+    factory=LastingBlocks,
+    summary="keeps a few blocks in host memory, and saves and loads them later",
 )
 
 files = Descriptor(

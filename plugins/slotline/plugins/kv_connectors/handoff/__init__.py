@@ -69,6 +69,11 @@ class HandoffOptions:
             "it by NIXL's plugin UCX, which both sides must name"
         },
     )
+    items: str = field(
+        default="256MiB",
+        validator=lambda _options, _field, value: size_in_bytes(value),
+        metadata={"doc": "host memory for encoder outputs that others may load, beside `memory`"},
+    )
     timeout: float = field(
         default=10.0,
         validator=_is_positive,
@@ -80,7 +85,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="handoff",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), asynchronous=Flag(True), by_request=Flag(True), states=Flag(True)
+        devices=Set(("cpu", "cuda")),
+        asynchronous=Flag(True),
+        by_request=Flag(True),
+        states=Flag(True),
+        lasting_saves=Flag(True),
+        items=Flag(True),
     ),
     factory="slotline.plugins.kv_connectors.handoff.connector:Handoff",
     options="slotline.plugins.kv_connectors.handoff:HandoffOptions",

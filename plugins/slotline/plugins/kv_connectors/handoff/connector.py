@@ -11,16 +11,18 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import finalize
 
 import torch
 
 from slotline.plugins.kv_connectors.handoff import address_of
+from slotline.plugins.kv_connectors.handoff.items import Items
 from slotline.plugins.kv_connectors.handoff.peer import Identity, Inbox, Peer
+from slotline.plugins.kv_connectors.handoff.saver import Saver
 from slotline.plugins.kv_connectors.handoff.server import BlockServer
-from slotline.plugins.kv_connectors.handoff.store import Key, Store
+from slotline.plugins.kv_connectors.handoff.store import Key, Store, copied, key_of
 from slotline.ranks.replicas.reports import NUMBER
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
@@ -43,10 +45,12 @@ class Handoff:
         options = context.options
         _refuse(context)
         sizes = [group.block_bytes for group in context.groups]
-        self._copy, self._num_groups = context.copy, len(sizes)
+        self._copy = context.copy
         self._resets, self._first = 0, context.identity
         self._identity = Identity(self._first)
         self._store: Store | None = None
+        self._saver: Saver | None = None
+        self._items: Items | None = None
         self._server: BlockServer | None = None
         self._rank = _rank(context.part)
         host, port = address_of(options.address)
@@ -54,9 +58,15 @@ class Handoff:
         if options.role != "decode":
             states = [number for number, group in enumerate(context.groups) if group.states]
             self._store = Store(size_in_bytes(options.memory), sizes, states)
+            self._saver = Saver(self._store, context.copy, context.device)
+            finalize(self, self._saver.close)
+            self._items = Items(size_in_bytes(options.items))
+            finalize(self, self._items.close)
             if port or not context.part:
-                place = (host, port + self._rank if port else 0)
-                self._server = BlockServer(self._store, place, self._identity, nixl=nixl)
+                own = (host, port + self._rank if port else 0)
+                self._server = BlockServer(
+                    self._store, self._items, own, self._identity, timeout=options.timeout, nixl=nixl
+                )
                 finalize(self, self._server.close)
             else:
                 logger.warning("kv_connector.handoff.address has no port, so these ranks hand out no blocks")
@@ -75,6 +85,7 @@ class Handoff:
         self._owner: OrderedDict[Key, Peer] = OrderedDict()
         self._unknown: set[str] = set()  # peers that requests have named in vain
         self._here: set[int] = set()
+        self._unsaved: set[int] = set()  # blocks of an engine that saves nothing
         self._failed: set[int] = set()
 
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
@@ -104,34 +115,53 @@ class Handoff:
             "remote_port": first,
         }
 
+    def item_encoded(self, mm_hash: str, output: torch.Tensor) -> None:
+        if self._items is not None:
+            self._items.put(mm_hash, output)
+
+    def load_items(self, mm_hashes: Sequence[str], params: Mapping[str, Any]) -> None:
+        peer = self._peer(params)
+        if peer is None:
+            self._inbox.put_items(dict.fromkeys(mm_hashes))
+        else:
+            peer.load_items(mm_hashes)
+
+    def items(self) -> Mapping[str, torch.Tensor | None]:
+        return self._inbox.take_items()
+
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
-        if self._store is not None and saves:
-            new = {_key(one): one for one in saves}
-            rows = self._store.take(list(new), {_key(one) for one in loads})
-            self._run(self._copy.to_host, [(new[key], row) for key, row in rows])
-            self._store.publish()
+        if self._saver is not None:
+            self._saver.save(saves, {key_of(one) for one in loads})
+        else:
+            self._unsaved |= {one.block for one in saves}
         asked, own = dict[Peer, list[CacheBlock]](), list[tuple[CacheBlock, torch.Tensor]]()
         for one in loads:
-            peer = self._owner.pop(_key(one), None)
-            if self._store is not None and self._store.holds(_key(one)):
-                own.append((one, self._store.row(_key(one))))
+            peer = self._owner.pop(key_of(one), None)
+            if self._store is not None and self._store.holds(key_of(one)):
+                own.append((one, self._store.row(key_of(one))))
             elif peer is None:
                 self._failed.add(one.block)
             else:
                 asked.setdefault(peer, []).append(one)
-        self._run(self._copy.to_device, own)
+        copied(self._copy.to_device, own)
         self._here |= {one.block for one, _ in own}
         for peer, blocks in asked.items():
             peer.load(blocks)
 
     def wait(self) -> None:
-        """Do nothing, because saves are complete."""
+        """Do nothing, because blocks stay as they are until they are saved."""
+
+    def saved(self) -> Collection[int]:
+        if self._saver is not None:
+            return self._saver.saved()
+        unsaved, self._unsaved = self._unsaved, set()
+        return unsaved
 
     def arrived(self) -> Collection[int]:
         ended = self._inbox.take()
         self._failed |= {one.block for one, row in ended if row is None}
         rows = [(one, row) for one, row in ended if row is not None]
-        self._run(self._copy.to_device, rows)
+        copied(self._copy.to_device, rows)
         here, self._here = self._here | {one.block for one, _ in rows}, set()
         return here
 
@@ -145,14 +175,19 @@ class Handoff:
         self._inbox.wait()
         for peer in self._peers.values():
             peer.hurried = False
+        if self._saver is not None:
+            self._saver.wait()
 
     def reset(self) -> None:
         """Forget all blocks. From now on the identity is another one, that of a peer which is reset as often."""
         self._resets += 1
         self._identity.text = hashlib.sha256(f"{self._first} {self._resets}".encode()).hexdigest()
         self._owner.clear()
-        if self._store is not None:
+        if self._store is not None and self._saver is not None:
+            self._saver.wait()
             self._store.clear()
+        if self._items is not None:
+            self._items.clear()
 
     def _peer(self, params: Mapping[str, Any]) -> Peer | None:
         """Return the peer that a request names, None if it names none that may be asked."""
@@ -169,20 +204,6 @@ class Handoff:
                 )
             return None
         return peer if peer.is_well else None
-
-    def _run(
-        self,
-        copy: Callable[[int, Sequence[int], Sequence[torch.Tensor]], None],
-        blocks: Sequence[tuple[CacheBlock, torch.Tensor]],
-    ) -> None:
-        """Copy blocks from or to their rows."""
-        for group in range(self._num_groups):
-            if own := [(one.block, row) for one, row in blocks if one.group == group]:
-                copy(group, [block for block, _ in own], [row for _, row in own])
-
-
-def _key(block: CacheBlock) -> Key:
-    return block.group, block.block_hash
 
 
 def _refuse(context: KVConnectorContext) -> None:
@@ -202,10 +223,11 @@ def _refuse(context: KVConnectorContext) -> None:
             f"kv_connector.handoff.address = {options.address!r} has no port, and this engine has several ranks",
             fix="name a port: rank k hands out blocks at the port k above",
         )
-    if NUMBER in os.environ:
+    if NUMBER in os.environ and options.role != "decode":
         raise ConfigError(
-            "kv_connector 'handoff' serves one engine, and parallel.data starts several",
-            fix="take another kv_connector, or set parallel.data = 1",
+            f"kv_connector.handoff.role = {options.role!r} hands out blocks at one address, and parallel.data starts "
+            "several engines: no answer could say which of them has computed a prompt",
+            fix="start a server for each and give `slotline route` several --prefill, or set role = 'decode'",
         )
 
 

@@ -8,21 +8,24 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from attrs import define
 
+from slotline.plugins.kv_connectors.handoff.items import output_of
 from slotline.plugins.kv_connectors.handoff.nixl_memory import FarMemory
 from slotline.plugins.kv_connectors.handoff.store import HEADER
 from slotline.plugins.kv_connectors.handoff.wire import VERSION, fill, named, receive, send
 from slotline.registry.contracts import CacheBlock
 
 logger = logging.getLogger("slotline")
+T = TypeVar("T")
 PAUSE = 1.0
 """Seconds after a failure in which nothing is loaded from a peer."""
 Loaded = tuple[CacheBlock, torch.Tensor | None]
@@ -36,10 +39,17 @@ class Identity:
     text: str
 
 
+class ItemsAsked(NamedTuple):
+    """Encoder outputs that are to be loaded, by their hashes."""
+
+    mm_hashes: tuple[str, ...]
+
+
 class Inbox:
-    """Blocks that peers have loaded, or could not load."""
+    """Blocks and encoder outputs that peers have loaded, or could not load."""
 
     def __init__(self) -> None:
+        self._items: dict[str, torch.Tensor | None] = {}
         self._blocks: list[Loaded] = []
         self._expected, self._changed = 0, Condition()
 
@@ -54,6 +64,17 @@ class Inbox:
             self._blocks.append((block, row))
             self._expected -= 1
             self._changed.notify_all()
+
+    def put_items(self, found: Mapping[str, torch.Tensor | None]) -> None:
+        """Take encoder outputs. Any thread may call it."""
+        with self._changed:
+            self._items |= found
+
+    def take_items(self) -> dict[str, torch.Tensor | None]:
+        """Return the encoder outputs that have come since the last call."""
+        with self._changed:
+            items, self._items = self._items, {}
+        return items
 
     def take(self) -> list[Loaded]:
         """Return the blocks that have come since the last call."""
@@ -94,7 +115,7 @@ class Peer:
     ) -> None:
         self._address, self._identity, self._sizes = address, identity, tuple(sizes)
         self._timeout, self._inbox = timeout, inbox
-        self._asked: SimpleQueue[Sequence[CacheBlock] | None] = SimpleQueue()
+        self._asked: SimpleQueue[Sequence[CacheBlock] | ItemsAsked | None] = SimpleQueue()
         self._connection: socket.socket | None = None
         self._memory: mmap.mmap | None = None
         self._far: FarMemory | None = None
@@ -115,11 +136,18 @@ class Peer:
 
     def load(self, blocks: Sequence[CacheBlock]) -> None:
         """Load blocks soon."""
+        self._inbox.expect(len(blocks))
+        self._ask(blocks)
+
+    def load_items(self, mm_hashes: Sequence[str]) -> None:
+        """Load encoder outputs soon."""
+        self._ask(ItemsAsked(tuple(mm_hashes)))
+
+    def _ask(self, asked: Sequence[CacheBlock] | ItemsAsked) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="slotline-handoff", daemon=True)
             self._thread.start()
-        self._inbox.expect(len(blocks))
-        self._asked.put(blocks)
+        self._asked.put(asked)
 
     def close(self) -> None:
         """End the thread and the connection."""
@@ -130,31 +158,58 @@ class Peer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        while (blocks := self._asked.get()) is not None:
-            found: list[Loaded] = [(one, None) for one in blocks]
-            try:
-                if not self.hurried and self.is_well:
-                    found = self._loaded_again(blocks)
-                    self._failed_at = None
-            except Exception as error:
-                self._failed_at = time.monotonic()
-                self._disconnect()
-                who, count = self._address, len(blocks)
-                logger.warning("kv_connector.handoff: %d blocks of %s:%d are computed again: %s", count, *who, error)
-            for block, row in found:
+        while (asked := self._asked.get()) is not None:
+            if isinstance(asked, ItemsAsked):
+                nothing: dict[str, torch.Tensor | None] = dict.fromkeys(asked.mm_hashes)
+                load = partial(self._loaded_items, asked.mm_hashes)
+                self._inbox.put_items(self._tried(load, nothing, f"{len(nothing)} encoder outputs"))
+                continue
+            lost: list[Loaded] = [(one, None) for one in asked]
+            for block, row in self._tried(partial(self._loaded, asked), lost, f"{len(asked)} blocks"):
                 self._inbox.put(block, row)
         self._disconnect()
 
-    def _loaded_again(self, blocks: Sequence[CacheBlock]) -> list[Loaded]:
-        """Return what `_loaded` does, over a new connection if the old one has ended meanwhile."""
+    def _tried(self, load: Callable[[], T], nothing: T, what: str) -> T:
+        """Return what was loaded, or `nothing` if the peer does not give it."""
+        try:
+            if not self.hurried and self.is_well:
+                found = self._once_more(load)
+                self._failed_at = None
+                return found
+        except Exception as error:
+            self._failed_at = time.monotonic()
+            self._disconnect()
+            logger.warning("kv_connector.handoff: %s of %s:%d are computed again: %s", what, *self._address, error)
+        return nothing
+
+    def _once_more(self, load: Callable[[], T]) -> T:
+        """Return what was loaded, over a new connection if the old one has ended meanwhile."""
         old = self._connection is not None
         try:
-            return self._loaded(blocks)
+            return load()
         except ConnectionError:
             if not old or self.hurried:
                 raise
             self._disconnect()
-            return self._loaded(blocks)
+            return load()
+
+    def _loaded_items(self, mm_hashes: Sequence[str]) -> dict[str, torch.Tensor | None]:
+        """Return encoder outputs, None for those that the peer lacks or whose checksum is wrong."""
+        connection = self._connected()
+        self._send(connection, items=list(mm_hashes))
+        answer = self._received(connection)["items"]
+        if len(answer) != len(mm_hashes):
+            raise ValueError(f"the peer tells of {len(answer)} encoder outputs, of {len(mm_hashes)}")
+        found = dict[str, torch.Tensor | None]()
+        for mm_hash, known in zip(mm_hashes, answer, strict=True):
+            found[mm_hash] = None
+            if known is not None:
+                shape, dtype, size, checksum = known
+                data = bytearray(int(size))
+                fill(connection, memoryview(data))
+                if zlib.crc32(data) == checksum:
+                    found[mm_hash] = output_of(data, shape, dtype)
+        return found
 
     def _loaded(self, blocks: Sequence[CacheBlock]) -> list[Loaded]:
         """Return blocks with their bytes, None for those that the peer lacks or whose checksum is wrong."""

@@ -8,6 +8,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
+from slotline.plugins.kv_connectors.handoff.items import Items
 from slotline.plugins.kv_connectors.handoff.nixl_memory import OpenMemory
 from slotline.plugins.kv_connectors.handoff.peer import Identity
 from slotline.plugins.kv_connectors.handoff.store import Store
@@ -24,8 +25,10 @@ class BlockServer:
 
     Args:
         store: the blocks.
+        items: encoder outputs.
         address: where it listens, with port 0 for a free one.
         identity: of this engine.
+        timeout: seconds in which a peer expects an answer. It waits for blocks that are being saved for half of them.
         nixl: whether NIXL reads the blocks.
 
     Attributes:
@@ -35,8 +38,17 @@ class BlockServer:
         ConfigError: if the address cannot be had, or NIXL does not work here.
     """
 
-    def __init__(self, store: Store, address: tuple[str, int], identity: Identity, *, nixl: bool = False) -> None:
-        self._store, self._identity = store, identity
+    def __init__(
+        self,
+        store: Store,
+        items: Items,
+        address: tuple[str, int],
+        identity: Identity,
+        *,
+        timeout: float,
+        nixl: bool = False,
+    ) -> None:
+        self._store, self._items, self._identity, self._timeout = store, items, identity, timeout
         self._open = OpenMemory(store.memory) if nixl else None
         try:
             self._listener = socket.create_server(address, family=_family(address[0]))
@@ -88,8 +100,14 @@ class BlockServer:
             what = f"version {VERSION} and identity {self._identity.text[:12]}"
             send(connection, {"error": f"this engine has {what}: its model, dtype, cache or weights are others"})
             return False
+        if "items" in asked:
+            outputs = self._items.find([str(one) for one in asked["items"]], self._timeout / 2)
+            send(connection, {"items": [None if one is None else one.described() for one in outputs]})
+            for output in filter(None, outputs):
+                connection.sendall(output.data)
+            return True
         store, keys = self._store, keys_of(asked.get("blocks", ()))
-        found = store.find(keys)
+        found = store.find(keys, self._timeout / 2)
         answer: dict[str, Any] = {"blocks": [None if one is None else list(one) for one in found]}
         if "blocks" not in asked:
             answer |= {"path": store.path, "secret": store.secret}

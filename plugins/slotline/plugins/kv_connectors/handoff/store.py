@@ -6,24 +6,41 @@ has another one, and is lost to the reader.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import secrets
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from threading import Lock
+from collections.abc import Callable, Collection, Sequence
+from threading import Condition
 from typing import NamedTuple
 
 import torch
 
-from slotline.registry.contracts import BlockHash
+from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import CapacityError
 
+logger = logging.getLogger("slotline")
 Key = tuple[int, BlockHash]
 """A cache group, and the hash of the prefix that a block ends."""
 HEADER = 64
 """Bytes before the first row. They begin with the secret."""
+
+
+def key_of(block: CacheBlock) -> Key:
+    """Return the name of a block."""
+    return block.group, block.block_hash
+
+
+def copied(
+    copy: Callable[[int, Sequence[int], Sequence[torch.Tensor]], None],
+    blocks: Sequence[tuple[CacheBlock, torch.Tensor]],
+) -> None:
+    """Copy blocks from or to their rows, those of a group together."""
+    for group in dict.fromkeys(one.group for one, _ in blocks):
+        own = [(one.block, row) for one, row in blocks if one.group == group]
+        copy(group, [block for block, _ in own], [row for _, row in own])
 
 
 class Found(NamedTuple):
@@ -109,8 +126,14 @@ class Store:
         self.path = f"/proc/{os.getpid()}/fd/{file}"
         self._file = file
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._lock = Lock()
-        self._taken: list[tuple[Key, int]] = []
+        self._changed = Condition()  # blocks have been published
+        self._taken: dict[Key, int] = {}  # rows that are being written
+
+    def pin(self) -> None:
+        """Register the memory with the CUDA driver, so that copies to it are asynchronous."""
+        error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0)
+        if int(error):
+            logger.warning("kv_connector.handoff.memory cannot be pinned (CUDA error %d): saves are slower", int(error))
 
     @property
     def memory(self) -> torch.Tensor:
@@ -127,37 +150,52 @@ class Store:
 
     def row(self, key: Key) -> torch.Tensor:
         """Return the bytes of a block that is here, which counts as used."""
-        with self._lock:
+        with self._changed:
             rows = self._rows_of[key[0]]
             rows.row_of.move_to_end(key)
             return self._row(key, rows.row_of[key])
 
     def take(self, keys: Sequence[Key], but: Collection[Key]) -> list[tuple[Key, torch.Tensor]]:
-        """Return rows for those of some blocks that are not here yet. They cannot be found before `publish`.
+        """Return rows for those of some blocks that are not here yet. They are found once they are published.
 
         Args:
             but: blocks that must stay.
         """
         taken = list[tuple[Key, torch.Tensor]]()
-        with self._lock:
+        with self._changed:
             for key in keys:
                 rows = self._rows_of[key[0]]
                 if key in rows.row_of:
                     rows.row_of.move_to_end(key)
-                elif (row := rows.take(but)) is not None:
-                    self._taken.append((key, row))
+                elif key not in self._taken and (row := rows.take(but)) is not None:
+                    self._taken[key] = row
                     taken.append((key, self._row(key, row)))
         return taken
 
-    def publish(self) -> None:
-        """Have the blocks of the last `take` found. Their bytes are there."""
-        with self._lock:
-            for key, row in self._taken:
-                self._rows_of[key[0]].row_of[key] = row
-            self._taken = []
+    def publish(self, keys: Sequence[Key]) -> None:
+        """Have blocks found that were taken. Their bytes are there. Any thread may call it."""
+        with self._changed:
+            for key in keys:
+                if (row := self._taken.pop(key, None)) is not None:
+                    self._rows_of[key[0]].row_of[key] = row
+            self._changed.notify_all()
 
-    def find(self, keys: Sequence[Key]) -> list[Found | None]:
-        """Return where blocks are, None for those that are not here. Any thread may call it."""
+    def discard(self, keys: Sequence[Key]) -> None:
+        """Give back the rows of blocks that were taken, and could not be written."""
+        with self._changed:
+            for key in keys:
+                if (row := self._taken.pop(key, None)) is not None:
+                    self._rows_of[key[0]].free.append(row)
+            self._changed.notify_all()
+
+    def find(self, keys: Sequence[Key], timeout: float = 0.0) -> list[Found | None]:
+        """Return where blocks are, None for those that are not here. Any thread may call it.
+
+        Args:
+            timeout: seconds to wait for blocks that are being written.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken.keys().isdisjoint(keys), timeout)
         return [self._find(key) for key in keys]
 
     def bytes_of(self, place: int, group: int) -> memoryview:
@@ -166,12 +204,12 @@ class Store:
 
     def drop(self, key: Key) -> None:
         """Forget a block that is here."""
-        with self._lock:
+        with self._changed:
             rows = self._rows_of[key[0]]
             rows.free.append(rows.row_of.pop(key))
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks. None may be being written."""
         for key in self.keys():
             self.drop(key)
 
@@ -186,10 +224,10 @@ class Store:
     def _find(self, key: Key) -> Found | None:
         if (rows := self._rows_of.get(key[0])) is None:
             return None
-        with self._lock:
+        with self._changed:
             if (row := rows.row_of.get(key)) is None:
                 return None
             rows.row_of.move_to_end(key)
         checksum = zlib.crc32(self.bytes_of(rows.place(row), key[0]))
-        with self._lock:  # nobody has written to it meanwhile
+        with self._changed:  # nobody has written to it meanwhile
             return Found(rows.place(row), checksum) if rows.row_of.get(key) == row else None
