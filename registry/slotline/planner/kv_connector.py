@@ -99,11 +99,28 @@ def refuse_connector(
     if not plan.prefix_caching and not plan.state_groups:
         origin = next((s.origin for s in plan.settings if s.key == "cache.prefix_caching"), "")
         texts.append(f"cache.prefix_caching is false ({origin}): what it holds comes back as cached prefixes")
+    if any(one.capabilities.layers.support for one in parts):
+        texts += _against_layers(loaded, plan)
     pipeline = loaded.config.parallel.pipeline
     if descriptor.capabilities.asynchronous.support and isinstance(pipeline, int) and pipeline > 1:
         texts.append(f"parallel.pipeline = {pipeline}: a request that waits for its blocks would have its turn")
     if texts:
         raise _refusal(descriptor.name, texts)
+
+
+def _against_layers(loaded: LoadedConfig, plan: Plan) -> list[str]:
+    """Return the reasons why a connector cannot be called at each layer."""
+    captured = {phase: group.name for group in plan.groups for phase, state in group.graphs if state == "captured"}
+    texts = [
+        f"it declares layers, and the attention of {name} layers is inside the graphs of {phase} steps "
+        f"(graphs.mode = {plan.graphs.asked!r}): nothing can be called between layers there"
+        for phase, name in captured.items()
+    ]
+    parallel, microbatches = loaded.config.parallel, loaded.config.scheduler.microbatches
+    if parallel.pipeline not in (1, "auto") or microbatches > 1:
+        what = f"parallel.pipeline = {parallel.pipeline!r} and scheduler.microbatches = {microbatches}"
+        texts.append(f"it declares layers, and {what}: a layer does not run once in a step")
+    return texts
 
 
 def connector_setting(

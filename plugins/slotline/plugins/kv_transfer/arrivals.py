@@ -115,6 +115,8 @@ class AsyncKVTransfer(KVTransfer):
         """Start transfers, also if no request has tokens in this step."""
         with self._scope("transfer"):
             self.transfers.start()
+            if self._layers is not None and scheduled.num_tokens:
+                self._layers.announce(scheduled)
         busy = self.transfers.coming or self.transfers.saving or (self._items is not None and self._items.waiting)
         if busy and not scheduled.num_tokens and not self._under_way:
             time.sleep(IDLE_SECONDS)
@@ -122,6 +124,7 @@ class AsyncKVTransfer(KVTransfer):
 
     def launched(self, scheduled: SchedulerOutput) -> None:
         """Count a launched step."""
+        self._end_layers()
         self._time_launch(scheduled)
         self._under_way += 1
 

@@ -16,7 +16,9 @@ from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import NO_LIMIT
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.batch.step_output import StepOutput
+from slotline.core.kv_cache.block_hashes import hash_sizes
 from slotline.plugins.kv_transfer.connector import build_transfers
+from slotline.plugins.kv_transfer.layers import LayerCalls
 from slotline.ranks.replicas.reports import BlockCounts
 from slotline.registry.contracts import BlockHash, CacheBlock, ExtensionContext
 
@@ -38,6 +40,12 @@ class KVTransfer:
         self.transfers = build_transfers(parts, parts.planned.connector, parts.memory)
         self._rows = parts.rows
         self._groups = parts.groups
+        self._layers: LayerCalls | None = None
+        if parts.planned.connector.capabilities.layers.support and parts.router is not None:
+            plan = parts.planned.own_plan
+            owners = [layer.index for group in plan.cache_groups for layer in group.layers]
+            size = hash_sizes(parts.groups, plan.block_size)[0]
+            self._layers = LayerCalls(self.transfers, parts.router, owners, parts.groups, parts.rows, size)
         self._pool = parts.memory.pool
         self._scope = parts.profiler.scope
         self._started: tuple[CacheBlock, ...] = ()  # loads of the step that is being prepared
@@ -92,15 +100,20 @@ class KVTransfer:
         if scheduled.num_tokens:
             with self._scope("transfer"):
                 self._started += self.transfers.start()
+                if self._layers is not None:
+                    self._layers.announce(scheduled)
         return scheduled
 
     def prepare_inputs(self, inputs: ModelInputs) -> ModelInputs:
         """Wait for a step's loads, just before its forward pass."""
         self.transfers.wait(self._started)
+        if self._layers is not None:
+            self._layers.begin(self._started)
         return inputs
 
     def launched(self, scheduled: SchedulerOutput) -> None:
         """Keep the loads that a launched step reads."""
+        self._end_layers()
         self._time_launch(scheduled)
         self._loads.append(self._started)
         self._started = ()
@@ -121,6 +134,8 @@ class KVTransfer:
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Forget all steps. Blocks that are not known to be loaded can be found no more."""
+        if self._layers is not None:
+            self._layers.stop()
         self._started = ()
         self._loads.clear()
         self._launches.clear()
@@ -129,6 +144,11 @@ class KVTransfer:
     def forget_prefixes(self) -> None:
         """Forget all blocks, here and in the connector."""
         self.transfers.reset()
+
+    def _end_layers(self) -> None:
+        """End the calls of a connector at each layer of a forward pass."""
+        if self._layers is not None:
+            self._layers.end()
 
     def _time_launch(self, scheduled: SchedulerOutput) -> None:
         """Note when a step was launched."""

@@ -182,6 +182,10 @@ class Transfers:
             logger.exception("waiting for %s failed", self.name)
             self._failed |= {one.block for one in loads}
 
+    def lose(self, loads: Sequence[CacheBlock]) -> None:
+        """Count loads as failed."""
+        self._failed |= {one.block for one in loads}
+
     def settle(self, loads: Sequence[CacheBlock]) -> list[CacheBlock]:
         """Return the loads known to have failed, of `loads` and of later ones, after the step that read `loads`."""
         if not self._unsure:

@@ -101,6 +101,7 @@ from slotline.registry.contracts.kv_connector import (
     KVConnectorCapabilities,
     KVConnectorContext,
     LastingKVConnector,
+    LayerKVConnector,
     RequestKVConnector,
 )
 from slotline.registry.contracts.kv_spec import (
@@ -298,6 +299,7 @@ __all__ = [
     "LastingKVConnector",
     "LayerCache",
     "LayerInput",
+    "LayerKVConnector",
     "LayerReader",
     "Linear",
     "LinearCapabilities",

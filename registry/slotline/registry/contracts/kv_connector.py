@@ -83,6 +83,8 @@ class KVConnectorCapabilities:
             Then `tiers` can have them copied beside forward passes.
         items: whether it hands over what encoders make of images and other items, see `ItemKVConnector`. It declares
             `by_request` and `asynchronous` then.
+        layers: whether it is called at each layer of a forward pass, see `LayerKVConnector`. It is refused where
+            attention is inside captured graphs.
     """
 
     devices: Set[str]
@@ -97,6 +99,7 @@ class KVConnectorCapabilities:
     states: Flag = Flag(False)
     own_rows: Flag = Flag(False)
     items: Flag = Flag(False)
+    layers: Flag = Flag(False)
     lasting_saves: Flag = field(default=Flag(False))
 
     @lasting_saves.validator
@@ -357,6 +360,30 @@ class ItemKVConnector(RequestKVConnector, Protocol):
 
         Each is [n, width] in host memory, None if it could not be loaded.
         """
+        ...
+
+
+class LayerKVConnector(KVConnector, Protocol):
+    """Further methods of a connector that works layer by layer while a forward pass runs.
+
+    They are called between `wait` and the end of a forward pass, once for each layer that owns a cache, in the order of
+    the pass. vLLM calls them `wait_for_layer_load` and `save_kv_layer`. `wait` may leave loads to `wait_layer`.
+    """
+
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        """Note the blocks that the next forward pass fills with known tokens.
+
+        Those that hold what they should are passed to `start` afterwards, as ever. Others are not, for instance since
+        the step failed.
+        """
+        ...
+
+    def wait_layer(self, layer: int) -> None:
+        """Ensure that the attention of the layer of an index reads the loaded data. It comes next."""
+        ...
+
+    def save_layer(self, layer: int) -> None:
+        """Note that the new keys and values of a layer are written, in the order of the device's current stream."""
         ...
 
 
