@@ -97,7 +97,7 @@ def test_no_more_blocks_than_are_allowed_are_being_saved(slow: LLM, want: list[l
     assert connector_of(slow).most == 3
     settled(slow)
     assert transfers_of(slow).unsaved > 0
-    assert slow.engine.extension("kv_transfer").counts.events["unsaved"] == transfers_of(slow).unsaved
+    assert slow.engine.extension("kv_transfer").counts.events[0]["unsaved"] == transfers_of(slow).unsaved
 
 
 @pytest.mark.parametrize("how", ["save", "step"])
