@@ -19,7 +19,6 @@ from slotline.cli.command import (
 from slotline.cli.random_weights import model_settings
 from slotline.cli.table import print_table
 from slotline.cli.workloads import WORKLOADS, Workload, workload
-from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", metavar="WORKLOAD", help=", ".join(WORKLOADS))
+    parser.add_argument("workload", nargs="?", metavar="WORKLOAD", help=", ".join(WORKLOADS))
     add_config_options(parser)
     parser.add_argument(
         "--model", metavar="PATH", help="a checkpoint folder, or one with a config.json alone (random weights)"
@@ -43,22 +42,47 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--runs", type=int, default=3, metavar="N", help="timed runs after a warm-up; the median counts (default: 3)"
     )
     add_json_option(parser)
+    peers = parser.add_argument_group("comparison with another engine, in a process of its own")
+    peers.add_argument("--against", metavar="PEER", help="vllm, transformers or openvino; prints ratios and shares")
+    peers.add_argument(
+        "--peer-python", metavar="PATH", help="the Python that has it (default: ours, or its environment)"
+    )
+    peers.add_argument(
+        "--peer-install", action="store_true", help="make it an environment in the cache, by venv and pip"
+    )
+    peers.add_argument("--peer-model", metavar="PATH", help="the same checkpoint in the peer's form")
+    peers.add_argument(
+        "--peer-set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the peer's own engine"
+    )
+    peers.add_argument("--any-text", action="store_true", help="compare times even if the texts differ")
+    peers.add_argument("--save", metavar="FILE", help="keep the ratios in a JSON file, beside those that it has")
+    peers.add_argument(
+        "--check", metavar="FILE", help="run what a file keeps again; exit code 1 if something got slower"
+    )
+    peers.add_argument(
+        "--tolerance", type=float, default=5.0, metavar="%", help="percent that a ratio may fall (default: 5)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from slotline.cli.bench_figures import figures
     from slotline.cli.bench_limits import cost_of, measure_machine
-    from slotline.cli.bench_run import median_run, timed_runs
+    from slotline.cli.bench_run import median_run, timed_runs, workload_length
     from slotline.kernels.device_scope import device_scope
     from slotline.llm.llm import LLM
 
     if arguments.runs < 1:
         raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")
+    if arguments.check is not None or arguments.against is not None:
+        from slotline.cli.bench_against import against, check
+
+        return against(arguments) if arguments.check is None else check(arguments)
+    _refuse_alone(arguments)
     work = workload(arguments.workload, arguments.scale)
     loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
     model = model_settings(loaded, random=arguments.random_weights)
     folder = Path(model["model"])
-    values = {**model, **_length(loaded, work, folder)}
+    values = {**model, **workload_length(loaded, work, folder)}
     llm = LLM(arguments.config, overrides=overrides(arguments), **values)
     device = llm.engine.device  # of the last stage: its rates count, since the stages run in turn
     with device_scope(device):
@@ -76,15 +100,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any]:
-    """Return the workload's model length, unless the configuration names one or the model is shorter."""
-    if loaded.origins["scheduler.max_model_len"].kind != "default" or not (folder / "config.json").is_file():
-        return {}
-    from slotline.planner.auto_config import auto_config
-
-    config = auto_config(folder).get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or work.max_model_len
-    return {"scheduler.max_model_len": min(work.max_model_len, longest)}
+def _refuse_alone(arguments: argparse.Namespace) -> None:
+    """Refuse options that need another engine to compare with."""
+    given = {"--save": arguments.save, "--peer-python": arguments.peer_python, "--peer-model": arguments.peer_model}
+    given |= {"--peer-set": arguments.peer_set, "--peer-install": arguments.peer_install}
+    for name in (name for name, value in given.items() if value):
+        raise ConfigError(f"{name} has no meaning without a peer", fix="name one: --against transformers")
 
 
 def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: list[Figure]) -> dict[str, Any]:
@@ -139,6 +160,8 @@ COMMAND = Command(
         "slotline bench decode16",
         "slotline bench nano --model models/qwen3-0.6b --random-weights --json",
         "slotline bench latency --scale 0.25 --set attention.backend=torch",
+        "slotline bench decode16 --against transformers --save ratios.json",
+        "slotline bench --check ratios.json",
     ),
     configure=_configure,
     run=_run,

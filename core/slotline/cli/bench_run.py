@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
 
 from slotline.cli.workloads import Workload
 from slotline.core.batch.request import Request
+from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ConfigError
 
@@ -20,12 +22,16 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Served:
-    """One request: prompt tokens, those of them from the prefix cache, output tokens, seconds to the first."""
+    """One request: prompt tokens, those of them from the prefix cache, output tokens, seconds to the first.
+
+    `tokens` are the output tokens, empty where nothing compares them.
+    """
 
     prompt: int
     cached: int
     output: int
     first: float
+    tokens: tuple[int, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -65,6 +71,17 @@ class Run:
     def seconds(self) -> float:
         """Of the last wave, the one that counts."""
         return self.waves[-1].seconds
+
+
+def workload_length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any]:
+    """Return the workload's model length, unless the configuration names one or the model is shorter."""
+    if loaded.origins["scheduler.max_model_len"].kind != "default" or not (folder / "config.json").is_file():
+        return {}
+    from slotline.planner.auto_config import auto_config
+
+    config = auto_config(folder).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or work.max_model_len
+    return {"scheduler.max_model_len": min(work.max_model_len, longest)}
 
 
 def timed_runs(llm: LLM, work: Workload, count: int) -> list[Run]:
@@ -134,6 +151,7 @@ def _served(request: Request) -> Served:
         cached=metrics.num_cached_tokens,
         output=len(request.output_token_ids),
         first=metrics.time_to_first_token or 0.0,
+        tokens=tuple(map(int, request.output_token_ids)),
     )
 
 

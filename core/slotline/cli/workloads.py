@@ -86,14 +86,15 @@ WORKLOADS: Mapping[str, Callable[[float], Workload]] = MappingProxyType(
 """Workloads by name. Each takes the factor on requests and lengths."""
 
 
-def workload(name: str, scale: float = 1.0) -> Workload:
+def workload(name: str | None, scale: float = 1.0) -> Workload:
     """Return a workload by name, its requests and lengths multiplied by `scale`, none below 1.
 
     Raises:
         ConfigError: if the workload is unknown, or the scale is not above 0.
     """
     if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload {name!r}", fix=f"there are {', '.join(WORKLOADS)}")
+        text = "no workload is named" if name is None else f"there is no workload {name!r}"
+        raise ConfigError(text, fix=f"there are {', '.join(WORKLOADS)}")
     if not 0 < scale <= 1:
         raise ConfigError(f"a scale of {scale:g} makes no sense", fix="give a number above 0 and at most 1")
     return WORKLOADS[name](scale)
