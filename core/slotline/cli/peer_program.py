@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -190,14 +189,13 @@ def _convert(job: dict[str, Any], folder: Path) -> None:
 ENGINES: dict[str, tuple[Any, str]] = {
     "transformers": (Transformers, "transformers"),
     "vllm": (Vllm, "vllm"),
-    "openvino": (Openvino, "openvino-genai"),
+    "openvino": (Openvino, "openvino_genai"),
 }
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Do a job: a run to warm up, then as many as are timed."""
-    make, package = ENGINES[job["peer"]]
-    found = version(package)
+    make, module = ENGINES[job["peer"]]
     start = perf_counter()
     engine = make(job)
     startup, runs = perf_counter() - start, []
@@ -205,6 +203,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         engine.forget()
         waves = zip(job["waves"], job["max_tokens"], strict=True)
         runs.append([engine.run(prompts, outs, job["temperature"]) for prompts, outs in waves])
+    found = sys.modules[module].__version__  # a build for one kind of machine may be of another distribution
     return {"version": found, "facts": engine.facts, "startup_s": startup, "runs": runs[1:]}
 
 
@@ -213,7 +212,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         result = run(job)
-    except (ModuleNotFoundError, PackageNotFoundError) as error:
+    except ModuleNotFoundError as error:
         result = {"missing": error.name, "python": sys.executable}
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
 
