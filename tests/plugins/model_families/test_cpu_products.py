@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import linear_records
 from slotline.plugins.model_families.linear_records import FOLDER, Record, slotline_report_header
 from slotline.plugins.model_families.passes import cpu_products, dense_kernels
@@ -123,3 +125,26 @@ def test_candidates_are_timed_for_each_number_of_rows() -> None:
     assert {len(seconds) for seconds in found.values()} == {4}
     assert all(0 < seconds < 10 for seconds in found["onednn"] + found["torch"] + found["numba"][:3])
     assert found["numba"][3] == math.inf
+
+
+@pytest.mark.slow
+def test_a_model_in_its_own_layout_answers_alike_and_is_saved_and_read(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"device": "cpu", "memory": "4MiB", "max_num_seqs": 2, "max_num_batched_tokens": 64}
+
+    def answers(folder: Path, products: str) -> tuple[LLM, list[Any]]:
+        table = {"transformers_decoder": {"cpu_products": products}}
+        llm = LLM(model=str(folder), dtype="float32", **settings, model_family=table)
+        prompts = [{"prompt_token_ids": [5, 6, 7, 8]}, {"prompt_token_ids": [9, 3]}]
+        return llm, [out.outputs[0].token_ids for out in llm.generate(prompts, SamplingParams(temperature=0))]
+
+    plain, found = answers(tiny("llama_tied"), "plain")
+    model: Any = plain.engine.runner.model
+    layers = [module for module in model.hf_model.modules() if isinstance(module, PackedLinear)]
+    assert {layer.way.layout for layer in layers} == {"plain"}
+    embedding = model.hf_model.get_input_embeddings().weight
+    assert all(layer.packed.data_ptr() != embedding.data_ptr() for layer in layers)  # adapters are merged into layers
+    assert found == answers(tiny("llama_tied"), "onednn")[1]
+    plain.save_weights(tmp_path / "saved")
+    assert answers(tmp_path / "saved", "plain")[1] == found
