@@ -11,6 +11,9 @@ from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.kv_connector import NUM_BLOCKS, Pool
 
+ROOM = 24
+"""KiB of a store that has room for less than 64 blocks."""
+
 
 @check(Kind.KV_CONNECTOR, "kv_connector.blocks.both", Level.HOSTILE, cost=0.02)
 def blocks_both(run: Run) -> None:
@@ -31,13 +34,22 @@ def blocks_both(run: Run) -> None:
 
 @check(Kind.KV_CONNECTOR, "kv_connector.loads.room", Level.HOSTILE, cost=0.05)
 def loads_room(run: Run) -> None:
-    """Loads that `held` confirmed arrive, for any number of saves in the same step."""
-    pool = Pool(run)
+    """Loads that `held` confirmed arrive, for any number of saves in the same step, and no more than has room is held.
+
+    The store is given room for half of the blocks, if it says by which option.
+    """
+    pool = Pool(run, room=ROOM)
     pool.step([pool.block(0, f"first {i}", 1 + i) for i in range(4)], ())
     there = [i for i in range(4) if pool.held(0, [f"first {i}"])[0]]
     saves = [pool.block(0, f"more {i}", 10 + i) for i in range(60)]
     if failed := pool.step(saves, [pool.wanted(0, f"first {i}", NUM_BLOCKS - 1 - i) for i in there]):
         raise Failed(f"the loads into blocks {sorted(failed)} failed beside 60 saves; `held` had said yes")
+    names = [*(f"first {i}" for i in range(4)), *(f"more {i}" for i in range(60))]
+    here, size = [i for i, held in enumerate(pool.held(0, names)) if held], pool.groups[0].block_bytes
+    if (option := run.subject.capabilities.room) and len(here) * size > ROOM * 1024:
+        raise Failed(f"{len(here)} blocks of {size} bytes are held, and the option {option} is set to {ROOM}KiB")
+    if failed := pool.step((), [pool.wanted(0, names[i], 5 + n) for n, i in enumerate(here)]):
+        raise Failed(f"the loads into blocks {sorted(failed)} failed, and were held when the store was full")
 
 
 @check(Kind.KV_CONNECTOR, "kv_connector.loads.absent", Level.HOSTILE, cost=0.02)

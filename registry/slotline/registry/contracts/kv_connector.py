@@ -73,6 +73,8 @@ class KVConnectorCapabilities:
         counts: whether it counts its events for metrics, see `CountingKVConnector`.
         folder: name of its option that holds a folder, if its blocks are files there that outlive the process. Wrong
             bytes in these files must be told from right ones. Empty for other connectors.
+        room: name of its option that holds the size of its store, such as ``1GiB``. It keeps no more blocks than that.
+            Empty for other connectors.
         spills: whether it calls `KVConnectorContext.evicted` with the blocks that it gives up to make room.
         composes: name of its option that names the connectors that it is made of. It gets them from
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
@@ -94,6 +96,7 @@ class KVConnectorCapabilities:
     by_request: Flag = Flag(False)
     counts: Flag = Flag(False)
     folder: str = ""
+    room: str = ""
     spills: Flag = Flag(False)
     composes: str = ""
     states: Flag = Flag(False)

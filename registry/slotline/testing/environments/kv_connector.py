@@ -80,9 +80,12 @@ class Pool:
         part: what the pool's rank has of each block, empty for all of it.
         beside: a pool with the same model and the same folder. None for a model of its own.
         model: another model's name than that of `beside`.
+        room: KiB of the store, of a connector that says by which option.
     """
 
-    def __init__(self, run: Run, part: str = "", beside: Pool | None = None, model: str = "") -> None:
+    def __init__(
+        self, run: Run, part: str = "", beside: Pool | None = None, model: str = "", room: int | None = None
+    ) -> None:
         self.model: str = model or (f"the suite {uuid4().hex}" if beside is None else beside.model)
         self.folder: TemporaryDirectory[str] = (
             TemporaryDirectory(prefix="slotline-suite-") if beside is None else beside.folder
@@ -129,7 +132,7 @@ class Pool:
             part=part,
             inner=_reference_connectors(),
         )
-        self.connector: KVConnector = in_folder(run, self.folder.name).build(self.context)
+        self.connector: KVConnector = in_folder(run, self.folder.name, room).build(self.context)
         self.asynchronous = bool(run.subject.capabilities.asynchronous.support)
         self.lasting = bool(run.subject.capabilities.lasting_saves.support)
 
@@ -314,10 +317,18 @@ def _reference_connectors() -> Callable[[str, KVConnectorContext], tuple[KVConne
     return build
 
 
-def in_folder(run: Run, folder: str) -> Subject:
-    """Return the plugin under test, which keeps its blocks in a folder if it keeps them in files."""
-    option = run.subject.capabilities.folder
-    return evolve(run.subject, options=evolve(run.subject.options, **{option: folder})) if option else run.subject
+def in_folder(run: Run, folder: str, room: int | None = None) -> Subject:
+    """Return the plugin under test, which keeps its blocks in a folder if it keeps them in files.
+
+    Args:
+        room: KiB of its store, if it says by which option.
+    """
+    capabilities, given = run.subject.capabilities, dict[str, str]()
+    if capabilities.folder:
+        given[capabilities.folder] = folder
+    if capabilities.room and room is not None:
+        given[capabilities.room] = f"{room}KiB"
+    return evolve(run.subject, options=evolve(run.subject.options, **given)) if given else run.subject
 
 
 def place(group: int, block: int) -> int:

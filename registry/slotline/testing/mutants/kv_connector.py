@@ -91,6 +91,11 @@ class MakesRoomOfLoads(FewBlocks):
         return super().make_room(())
 
 
+class IgnoresItsRoom(FewBlocks):
+    def make_room(self, wanted: Collection[Key]) -> bool:
+        return True
+
+
 class SilentFailures(FewBlocks):
     def failed(self) -> Collection[int]:
         return ()
@@ -327,6 +332,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("holds-unwritten", "holds what a full disk did not take", Level.HOSTILE, HoldsWhatItCouldNotWrite),
     _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
     _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
+    _mutant("ignores-its-room", "keeps more than its option allows", Level.HOSTILE, IgnoresItsRoom),
     _mutant("silent-failures", "does not say that a load failed", Level.HOSTILE, SilentFailures),
     _mutant("fails-for-ever", "says again and again that a load failed", Level.HOSTILE, FailsForEver),
     _mutant("fail-together", "good loads fail beside a bad one", Level.HOSTILE, AllFailTogether),

@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
+from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, EvictedBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -21,11 +22,21 @@ CAPACITY = 16
 Key = tuple[int, BlockHash]
 
 
+@frozen(kw_only=True)
+class MemoryOptions:
+    """Options of a connector with memory for some blocks."""
+
+    memory: str = field(default="12KiB")
+
+
 class FewBlocks:
     """Connector that copies immediately, so that there is nothing to wait for."""
 
     def __init__(self, context: KVConnectorContext) -> None:
         self.context = context
+        self.capacity = CAPACITY
+        if isinstance(context.options, MemoryOptions):
+            self.capacity = size_in_bytes(context.options.memory) // max(one.block_bytes for one in context.groups)
         self.rows: OrderedDict[Key, torch.Tensor] = OrderedDict()
         self.missing: set[int] = set()
 
@@ -64,7 +75,7 @@ class FewBlocks:
     def make_room(self, wanted: Collection[Key]) -> bool:
         """Return True if there is room for a block, after dropping one if necessary."""
         free = next((key for key in self.rows if key not in wanted), None)
-        if len(self.rows) >= CAPACITY:
+        if len(self.rows) >= self.capacity:
             if free is None:
                 return False
             row = self.rows.pop(free)
@@ -230,8 +241,11 @@ class FileBlocks(FewBlocks):
 descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="few_blocks",
-    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted", spills=Flag(True)),
+    capabilities=KVConnectorCapabilities(
+        devices=Set(("cpu", "cuda")), saves="evicted", room="memory", spills=Flag(True)
+    ),
     factory=FewBlocks,
+    options=MemoryOptions,
     summary="keeps a few blocks in host memory",
 )
 

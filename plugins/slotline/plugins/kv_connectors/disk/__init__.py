@@ -42,7 +42,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="disk",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="filled", asynchronous=Flag(True), counts=Flag(True), folder="folder"
+        devices=Set(("cpu", "cuda")),
+        saves="filled",
+        asynchronous=Flag(True),
+        counts=Flag(True),
+        folder="folder",
+        room="size",
     ),
     factory="slotline.plugins.kv_connectors.disk.store:build_disk",
     options="slotline.plugins.kv_connectors.disk:DiskOptions",

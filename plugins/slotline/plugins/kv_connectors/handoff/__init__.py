@@ -91,6 +91,7 @@ descriptor = Descriptor(
         states=Flag(True),
         lasting_saves=Flag(True),
         items=Flag(True),
+        room="memory",
     ),
     factory="slotline.plugins.kv_connectors.handoff.connector:Handoff",
     options="slotline.plugins.kv_connectors.handoff:HandoffOptions",

@@ -34,7 +34,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="host_memory",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="evicted", counts=Flag(True), spills=Flag(True), own_rows=Flag(True)
+        devices=Set(("cpu", "cuda")),
+        saves="evicted",
+        counts=Flag(True),
+        spills=Flag(True),
+        own_rows=Flag(True),
+        room="memory",
     ),
     factory="slotline.plugins.kv_connectors.host_memory.memory:HostMemory",
     options="slotline.plugins.kv_connectors.host_memory:HostMemoryOptions",

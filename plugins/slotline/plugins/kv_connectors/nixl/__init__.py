@@ -34,7 +34,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="nixl",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="filled", asynchronous=Flag(True), counts=Flag(True), folder="folder"
+        devices=Set(("cpu", "cuda")),
+        saves="filled",
+        asynchronous=Flag(True),
+        counts=Flag(True),
+        folder="folder",
+        room="size",
     ),
     factory="slotline.plugins.kv_connectors.nixl.files:build_nixl",
     options="slotline.plugins.kv_connectors.nixl:NixlOptions",
