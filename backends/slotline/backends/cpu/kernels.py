@@ -823,15 +823,25 @@ def compile_encode(size: int, size_v: int) -> Any:
     return encode
 
 
-@_inner(fastmath=True)
+@_inlined(fastmath=True)
 def _turn_head(
-    source: Any, norm: Any, weight: Any, factors: Any, cos: Any, sin: Any, rotary: Any, out: Any, room: Any, tag: Any
+    source: Any,
+    norm: Any,
+    weight: Any,
+    factors: Any,
+    angles: Any,
+    rotary: Any,
+    out: Any,
+    room: Any,
+    spun: Any,
+    tag: Any,
 ) -> None:
     """Norm one head [size] if there is a weight, rotate its first `rotary` numbers, and write it to `out` [size].
 
-    `factors` are epsilon and offset, `cos` and `sin` [rotary or half of it] those of the head's token.
+    `factors` are epsilon and offset. `angles` [2 * rotary] are cosines and sines of the first numbers of pairs, then of
+    the second ones. Each loop has few arrays, or the compiler would not make vectors of it.
     """
-    size = source.shape[0]
+    size, half = source.shape[0], rotary // 2
     for d in range(size):
         room[d] = _widen(source[d])
     if norm:
@@ -841,42 +851,42 @@ def _turn_head(
         factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + factors[0])
         for d in range(size):
             room[d] = room[d] * factor * (factors[1] + _widen(weight[d]))
-    half = rotary // 2
-    second = cos.shape[0] - half
+    a, b, first, second = room[:half], room[half:rotary], spun[:half], spun[half:rotary]
+    cos, sin = angles[:half], angles[half:rotary]
     for i in range(half):
-        a, b = room[i], room[half + i]
-        out[i] = _narrow(a * _widen(cos[i]) - b * _widen(sin[i]), tag)
-        out[half + i] = _narrow(b * _widen(cos[second + i]) + a * _widen(sin[second + i]), tag)
+        first[i] = a[i] * cos[i] - b[i] * sin[i]
+    cos, sin = angles[rotary : rotary + half], angles[rotary + half : 2 * rotary]
+    for i in range(half):
+        second[i] = b[i] * cos[i] + a[i] * sin[i]
+    for d in range(rotary):
+        out[d] = _narrow(spun[d], tag)
     for d in range(rotary, size):
         out[d] = _narrow(room[d], tag)
 
 
-@_inner(fastmath=True)
+@_inlined(fastmath=True)
 def _turn_rows(
     told: Any, which: Any, address: Any, strides: Any, heads: Any, factors: Any, out: Any, size: Any, tag: Any
 ) -> None:
     """Norm and rotate all heads of queries (`which` 0) or keys (1), into `out` [tokens, heads, size]."""
-    unbounded, width, rotary = 1 << 60, told[TURN_WIDTH], told[TURN_ROTARY]
+    unbounded, rotary = 1 << 60, told[TURN_ROTARY]
+    half, second = rotary // 2, told[TURN_WIDTH] - rotary // 2
     source = carray(_pointer(address, tag), unbounded)
     cos, sin = carray(_pointer(told[TURN_COS], tag), unbounded), carray(_pointer(told[TURN_SIN], tag), unbounded)
-    weight = carray(_pointer(told[TURN_WEIGHTS + which], tag), unbounded)
-    norm, room = told[TURN_WEIGHTS + which] != 0, np.empty(size, np.float32)
+    weights = carray(_pointer(told[TURN_WEIGHTS + which], tag), unbounded)
+    norm, weight = told[TURN_WEIGHTS + which] != 0, weights[:size]
+    room, spun, angles = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(2 * size, np.float32)
     for token in range(told[TURN_TOKENS]):
         at = token * told[TURN_STEP]
+        for i in range(half):
+            angles[i], angles[half + i] = _widen(cos[at + i]), _widen(sin[at + i])
+        at += second
+        for i in range(half):
+            angles[rotary + i], angles[rotary + half + i] = _widen(cos[at + i]), _widen(sin[at + i])
         for head in range(heads):
             begin, place = token * strides[0] + head * strides[1], (token * heads + head) * size
-            _turn_head(
-                source[begin : begin + size],
-                norm,
-                weight,
-                factors,
-                cos[at : at + width],
-                sin[at : at + width],
-                rotary,
-                out[place : place + size],
-                room,
-                tag,
-            )
+            row, turned = source[begin : begin + size], out[place : place + size]
+            _turn_head(row, norm, weight, factors, angles, rotary, turned, room, spun, tag)
 
 
 @cache
