@@ -15,9 +15,17 @@ from attrs import evolve
 
 pytest.importorskip("triton")
 
+from slotline.backends.triton import descriptor
 from slotline.backends.triton.backend import TritonBackend
+from slotline.conformance.attention import graphs
+from slotline.conformance.attention.prefix_groups import FORMS, requests_of
+from slotline.registry.capability import Set
+from slotline.registry.descriptor import DeviceInfo
+from slotline.testing.check import Run
 from slotline.testing.environments.attention import Case, World
-from slotline.testing.environments.attention_variants import share_prefix
+from slotline.testing.environments.attention_graphs import call_again
+from slotline.testing.environments.attention_variants import share_prefix, share_segments
+from slotline.testing.subject import subject_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
 
@@ -154,6 +162,25 @@ def test_a_common_prefix_served_apart_gives_the_same(name: str) -> None:
     world.check(*world.run(backend))
 
 
+GROUPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "decode": ("apart", "decode", {}),
+    "mixed": ("many", "mixed", {"sinks": True}),
+    "levels": ("levels", "decode", {"soft_cap": 5.0, "amplitude": 6.0, "num_heads": 8, "num_kv_heads": 2}),
+    "levels, mixed": ("levels", "mixed", {"layout": "HND", "kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.5, 4.0)}),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_prefixes_of_groups_served_apart_give_the_same(name: str) -> None:
+    form, batch, features = GROUPED[name]
+    case = Case(requests=requests_of(form, batch, 16), **{"head_size": 40, **features})
+    world = World(case)
+    share_segments(world, FORMS[form](case.block_size)[1])
+    backend = TritonBackend(world.case.context())
+    assert [launch.cascade for launch in backend.plan(world.batch).launches[0]] == ["segments", "own"]
+    world.check(*world.run(backend))
+
+
 def test_a_common_prefix_is_served_apart_where_many_tokens_read_a_long_one() -> None:
     backend = TritonBackend(Case(requests=((1, 9),)).context())
     many, two = np.ones(64, np.int64), np.ones(2, np.int64)
@@ -205,3 +232,11 @@ def test_single_tokens_take_narrow_tiles_where_their_last_round_is_full(programs
     assert backend._cores == case.num_kv_heads
     ((launch,),) = backend.plan(World(case).batch).launches
     assert launch.shape.tile == tile
+
+
+@pytest.mark.slow
+def test_captured_launches_serve_other_groups_and_levels() -> None:
+    """What a graph would hold is called again: kernels read the segments of each step from the batch's tensors."""
+    capabilities = evolve(descriptor.capabilities, devices=Set(("cpu",)), min_compute_capability=None)
+    offer = evolve(descriptor, capabilities=capabilities, factory=TritonBackend, probe=None)
+    graphs.replays_of_groups(Run(subject_of(offer, device=DeviceInfo(type="cpu")), {}, seed=3), call_again)

@@ -15,6 +15,7 @@ from slotline.registry.descriptor import DeviceInfo
 from slotline.testing.check import Failed, Run
 from slotline.testing.environments.attention_graphs import call_again
 from slotline.testing.mutants.attention.cascade import CascadeAttention
+from slotline.testing.mutants.attention.prefix_groups import GroupAttention
 from slotline.testing.reference.attention import descriptor as reference
 from slotline.testing.reference.attention.backend import EagerAttention, Plan
 from slotline.testing.runner import Outcome, check_plugin
@@ -161,6 +162,49 @@ def test_a_cascade_that_reads_its_length_can_be_replayed_and_one_that_keeps_it_i
     graphs.replays_of_a_cascade(run_of(PrefixFromTensor, {}), call_again)
     with pytest.raises((Failed, RuntimeError)):
         graphs.replays_of_a_cascade(run_of(PrefixOfTheCapture, {}), call_again)
+
+
+class GroupsFromTensors(GroupAttention):
+    """Reads the prefixes of groups, and all else, from the batch's tensors when it runs."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        return batch
+
+    def now(self, batch: AttentionBatch) -> Any:
+        lens = batch.seq_lens.numpy(), batch.query_start_loc.numpy()
+        return super().plan(evolve(batch, seq_lens_cpu=lens[0], query_start_loc_cpu=lens[1]))
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
+        super().write(layer, key, value, cache, self.now(plan))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Any,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return super().forward(layer, query, key, value, cache, self.now(plan), out, sinks)
+
+
+class OwnKeysOfTheCapture(GroupsFromTensors):
+    """The captured first keys of the own parts stay."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        shared = batch.prefix_groups
+        kept = None if shared is None else evolve(shared, own=shared.own.clone())
+        return evolve(batch, prefix_groups=kept)
+
+
+def test_groups_that_are_read_anew_can_be_replayed_and_those_of_the_capture_are_seen() -> None:
+    declared: dict[str, Any] = {"cascade": Flag(True), "cascade_prefixes": "levels"}
+    graphs.replays_of_groups(Run(subject(GroupsFromTensors, **declared), {}, seed=3), call_again)
+    with pytest.raises((Failed, RuntimeError, IndexError)):
+        graphs.replays_of_groups(Run(subject(OwnKeysOfTheCapture, **declared), {}, seed=3), call_again)
 
 
 def test_cases_cover_each_declared_level() -> None:

@@ -27,6 +27,7 @@ from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
 from slotline.kernels.graph_capture_state import alias_without_ownership
+from slotline.registry.contracts.prefix_groups import MAX_SEGMENTS
 from slotline.registry.engine_reports import CaptureReport
 from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 
@@ -258,6 +259,13 @@ def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
     inputs, _ = made.made_up(GraphShape(2, 1, cascade=1))
     for batch in inputs.batches:
         assert 0 < batch.common_prefix_len < int(batch.seq_lens.min())
+    inputs, _ = made.made_up(GraphShape(4, 1, cascade=2))
+    for batch in inputs.batches:
+        assert batch.prefix_groups is not None
+        assert batch.common_prefix_len == 0
+        assert batch.prefix_groups.segments.shape == (MAX_SEGMENTS, 4)
+        assert 0 < int(batch.prefix_groups.segments[0, 2]) < int(batch.seq_lens.min())
+        assert batch.prefix_groups.segments.data_ptr() in type(made).addresses(made, inputs)
 
 
 @pytest.mark.behaviour(30)

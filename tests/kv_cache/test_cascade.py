@@ -179,6 +179,9 @@ def test_a_step_with_a_common_prefix_takes_no_graph_but_one_with_it() -> None:
     assert both.shape_for(mixed, cascade=1) is None
     captured = [shape.num_tokens for shape in both.largest_first if shape.cascade]
     assert captured == [16, 8, 4]
+    kinds = GraphDispatcher(phases, (4, 8), **limits, cascade=lambda requests, _: [1, 2] if requests >= 8 else [1])
+    assert [shape.cascade for shape in kinds.largest_first if shape.query_len] == [0, 1, 2, 0, 1]
+    assert kinds.shape_for(three, cascade=2) == GraphShape(8, 1, cascade=2)
 
 
 def steps(counts: list[int]) -> SchedulerOutput:

@@ -91,6 +91,7 @@ descriptor = Descriptor(
         mla=Flag(True),
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
+        cascade_prefixes="levels",
         kv_scales=Flag(True),
         cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
         index_topk=Flag(True),

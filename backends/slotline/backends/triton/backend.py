@@ -23,6 +23,7 @@ from slotline.registry.contracts.attention import (
     LayerCache,
 )
 from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
+from slotline.registry.contracts.prefix_groups import PrefixGroups
 
 if TYPE_CHECKING:
     from slotline.backends.triton.decode_hopper import HopperDecodes
@@ -83,8 +84,9 @@ class Launch:
     `end`, in `blocks` blocks of `block_q` query tokens and `splits` splits of the keys.
 
     Their query tokens are `first_token` .. `first_token + tokens`. `single` means that each has one, `early` that the
-    kernel starts while the previous one ends. `cascade` is the part of the keys: "" for all, "prefix" or "rest". The
-    results are the parts from `first_part` on of `num_parts`.
+    kernel starts while the previous one ends. `cascade` is the part of the keys: "" for all, "prefix" and "rest" where
+    all requests share one, "segments" and "own" where groups of requests do. Segments take the place of requests in
+    their launch. The results are the parts from `first_part` on of `num_parts`.
     """
 
     first: int
@@ -173,6 +175,8 @@ class TritonBackend:
             return Plan(batch, ((self._invariant_launch(batch),),) if batch.num_tokens else ())
         if batch.common_prefix_len:
             return Plan(batch, (self._cascade(batch),))
+        if (shared := batch.prefix_groups) is not None and 2 * batch.num_tokens <= MAX_SPLIT_ROWS:
+            return Plan(batch, (self._segments(batch, shared),))
         launches, apart = [], None
         if decodes:
             single = self._launch(batch, 0, decodes, 0, decodes, 1)
@@ -268,6 +272,40 @@ class TritonBackend:
             num_parts=parts,
         )
         return prefix, evolve(rest, cascade="rest", num_parts=parts)
+
+    def _segments(self, batch: AttentionBatch, shared: PrefixGroups) -> tuple[Launch, Launch]:
+        """Return launches for the segments of groups, and for the rest request by request.
+
+        Their sizes hold for all replays of a captured shape: programs of segments that a step does not have end at
+        once. How many splits fill the device is estimated for groups that fill their blocks of queries.
+        """
+        tokens, requests, segments = batch.num_tokens, batch.num_requests, len(shared.segments_cpu)
+        own = int((batch.seq_lens_cpu[:requests] - shared.own_cpu).max(initial=0))
+        rest = self._launch(
+            evolve(batch, max_seq_len=max(own, batch.max_seq_len // 4)), 0, requests, 0, tokens, batch.max_query_len
+        )
+        shape = LARGE if self._large else PREFIX if tokens * self._group > SHORT.rows else SHORT
+        block_q = self._block_q(tokens, shape)
+        longest = int((shared.segments_cpu[:, 2] - shared.segments_cpu[:, 1]).max())
+        splits = self._splits(
+            CASCADE_AIM, triton.cdiv(tokens, block_q) * self._kv_heads, longest, shape, shared.levels * tokens
+        )
+        parts = rest.splits + shared.levels * splits
+        prefixes = evolve(
+            rest,
+            first=0,
+            end=segments,
+            blocks=len(shared.tokens_cpu) // block_q + segments,
+            block_q=block_q,
+            splits=splits,
+            single=False,
+            early=False,
+            shape=shape,
+            cascade="segments",
+            first_part=rest.splits,
+            num_parts=parts,
+        )
+        return prefixes, evolve(rest, cascade="own", num_parts=parts)
 
     def _shape(self, query_len: int, tokens: int) -> Shape:
         """Return the kernel's sizes for requests of up to this many query tokens. Large blocks must fill the device."""
@@ -411,6 +449,7 @@ class TritonBackend:
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
         for launch in launches:
             self._parts(layer, query, cache, plan, launch, out, lse, parts, norms, sinks)
+        shared = plan.batch.prefix_groups if launches[0].cascade == "segments" else None
         if count > 1:
             kernels.join[(launches[0].tokens, layer.num_heads)](
                 out,
@@ -418,6 +457,9 @@ class TritonBackend:
                 parts,
                 norms,
                 lse if sinks is None else sinks,
+                lse if shared is None else shared.depths,
+                launches[-1].splits,
+                launches[0].splits,
                 launches[0].first_token,
                 out.stride(0),
                 out.stride(1),
@@ -428,6 +470,7 @@ class TritonBackend:
                 padded_v=padded_v,
                 padded_splits=triton.next_power_of_2(count),
                 has_sinks=sinks is not None,
+                has_depths=shared is not None,
                 **_start(early=self._early),
             )
 
@@ -450,8 +493,12 @@ class TritonBackend:
         if isinstance(cache, CacheTensors):
             scales = cache["key_scale"], cache["value_scale"]
             of_scales = (*scales[0].stride(), *scales[1].stride())
-        tree = batch.tree if launch.cascade != "prefix" else None
-        if self._in_words and launch.single and tree is None and launch.cascade != "prefix":
+        shared = batch.prefix_groups if launch.cascade in ("segments", "own") else None
+        is_prefix, starts, prefix = launch.cascade in ("prefix", "segments"), batch.query_start_loc, batch.common_prefix
+        if shared is not None:
+            starts, prefix = (shared.starts, shared.segments) if is_prefix else (starts, shared.own)
+        tree = None if is_prefix else batch.tree
+        if self._in_words and launch.single and tree is None and launch.cascade in ("", "rest"):
             words = decode_codes.in_words(cache.key, cache.value)
             if words is not None:
                 self._decode_codes(layer, query, words, scales, of_scales, plan, launch, out, lse, parts, norms, sinks)
@@ -467,7 +514,7 @@ class TritonBackend:
             norms,
             batch.block_table,
             batch.seq_lens,
-            batch.query_start_loc,
+            starts,
             lse if sinks is None else sinks,
             lse if self._slopes is None else self._slopes,
             nodes,
@@ -477,7 +524,8 @@ class TritonBackend:
             depths.shape[-1] if depths.ndim > 1 else 0,
             launch.first,
             launch.end,
-            lse if batch.common_prefix is None else batch.common_prefix,
+            lse if prefix is None else prefix,
+            lse if shared is None else shared.tokens,
             *scales,
             layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
             layer.soft_cap or 1.0,
@@ -510,7 +558,7 @@ class TritonBackend:
             has_sinks=sinks is not None,
             has_slopes=self._slopes is not None,
             has_scales=factors is not None,
-            causal=batch.causal and launch.cascade != "prefix",
+            causal=batch.causal and not is_prefix,
             has_tree=tree is not None,
             split=launch.num_parts > 1,
             cascade=launch.cascade,

@@ -271,6 +271,7 @@ def attend(
     first,
     num_requests,
     prefix,
+    segment_tokens,
     key_scale,
     value_scale,
     scale,
@@ -330,13 +331,16 @@ def attend(
     and lse [heads, tokens]. Split results, unnormalised, go to the parts from `first_part` on of parts [tokens, heads,
     num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale` is for base 2 unless
     capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of all requests, "rest"
-    for the keys after them. `has_tree`: the last nodes [requests] query tokens of each request are the first nodes of a
-    tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `nodes_row` is num_nodes if there is one for
-    each request, else 0. `slopes` [heads] are ALiBi's, if `has_slopes`. `codes` is "bytes" or "nibbles" for keys and
-    values in codes with a scale for each token and KV head, "" for all others. `peel` handles tiles without a mask in a
-    separate loop. `early`: the next kernel may start, and this one waits for the previous one, which writes the queries
-    and the newest keys and values. Positions of requests and pages are read before the wait. They are written before a
-    step's first kernel, the lookup of embeddings, which does not start early.
+    for the keys after them. "segments" is for those of groups of requests, which take the place of requests: `prefix`
+    [segments, 4] as in `PrefixGroups`, and the query tokens that `segment_tokens` has from each one's start on. "own"
+    is for the keys of each request from `prefix` [requests] on. `has_tree`: the last nodes [requests] query tokens of
+    each request are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes].
+    `nodes_row` is num_nodes if there is one for each request, else 0. `slopes` [heads] are ALiBi's, if `has_slopes`.
+    `codes` is "bytes" or "nibbles" for keys and values in codes with a scale for each token and KV head, "" for all
+    others. `peel` handles tiles without a mask in a separate loop. `early`: the next kernel may start, and this one
+    waits for the previous one, which writes the queries and the newest keys and values. Positions of requests and pages
+    are read before the wait. They are written before a step's first kernel, the lookup of embeddings, which does not
+    start early.
     """
     if early:
         gdc_launch_dependents()
@@ -355,7 +359,10 @@ def attend(
         length = tl.load(prefix)
     else:
         query_len = tl.load(starts + request + 1) - begin
-        length = tl.load(seq_lens + request)
+        if cascade == "segments":  # noqa: SIM108 - as above
+            length = tl.load(prefix + request * 4 + 2)
+        else:
+            length = tl.load(seq_lens + request)
     if block * block_q >= query_len:
         if early:
             gdc_wait()  # the next kernel assumes that everything before this one has ended
@@ -385,6 +392,12 @@ def attend(
         start = tl.maximum(0, first_place - window + 1)
     if cascade == "rest":
         start = tl.minimum(tl.load(prefix), end)  # a padded request ends before the prefix does
+    if cascade == "own":
+        start = tl.minimum(tl.load(prefix + request), end)
+    if cascade == "segments":
+        start = tl.load(prefix + request * 4 + 1)
+        first_part += tl.load(prefix + request * 4 + 3) * num_splits
+        request = tl.load(prefix + request * 4)
     first_tile = start // tile
     last_tile = tl.cdiv(end, tile)
     if split:
@@ -419,7 +432,10 @@ def attend(
         gdc_wait()
 
     dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
-    at = (begin + token).to(tl.int64) * q_token + query_head * q_head
+    where = (begin + token).to(tl.int64)
+    if cascade == "segments":
+        where = tl.load(segment_tokens + where, mask=used, other=0).to(tl.int64)
+    at = where * q_token + query_head * q_head
     q = tl.load(query + at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0)
 
     # Eight-bit keys and values become float16 at no loss and faster than bfloat16, so the products are in float16 then.
@@ -451,7 +467,8 @@ def attend(
         whole_start = tl.maximum(start, length - query_len + (block + 1) * block_q - window)
     whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_start, tile), first_tile), last_tile)
     whole_last = tl.minimum(tl.maximum(whole_end // tile, whole_first), last_tile)
-    before: tl.constexpr = has_window or cascade == "rest"  # else the first tile is whole
+    # Else the first tile is whole.
+    before: tl.constexpr = has_window or cascade == "rest" or cascade == "own" or cascade == "segments"
     for part in tl.static_range((0 if before else 1) if peel else 2, 3):
         begin_tile, end_tile = first_tile, last_tile
         if peel:
@@ -514,7 +531,6 @@ def attend(
 
     if has_scales:
         acc = acc * tl.load(value_scale)
-    where = (begin + token).to(tl.int64)
     if split:
         slot = (where * num_heads + query_head) * num_parts + first_part + index
         tl.store(parts + slot[:, None] * padded_v + dim_v[None, :], acc, mask=used[:, None])
@@ -538,13 +554,16 @@ def attend(
     tl.store(lse + query_head.to(tl.int64) * lse_head + where, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_splits", "lse_head"])
+@triton.jit(do_not_specialize=["first_token", "num_splits", "own_splits", "level_splits", "lse_head"])
 def join(
     out,
     lse,
     parts,
     part_norms,
     sinks,
+    depths,
+    own_splits,
+    level_splits,
     first_token,
     o_token,
     o_head,
@@ -555,9 +574,13 @@ def join(
     padded_v: tl.constexpr,
     padded_splits: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_depths: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Join the splits of one token and query head. Grid: (tokens from `first_token` on, heads)."""
+    """Join the splits of one token and query head. Grid: (tokens from `first_token` on, heads).
+
+    `has_depths`: a token has `own_splits` splits, and `level_splits` for each of its depths [tokens] segments.
+    """
     if early:
         gdc_launch_dependents()
         gdc_wait()
@@ -565,6 +588,8 @@ def join(
     slot = (token * num_heads + head) * num_splits
     index, dim = tl.arange(0, padded_splits), tl.arange(0, padded_v)
     real = index < num_splits
+    if has_depths:
+        real = index < own_splits + tl.load(depths + token) * level_splits
     tops = tl.load(part_norms + (slot + index) * 2, mask=real, other=-float("inf"))
     norms = tl.load(part_norms + (slot + index) * 2 + 1, mask=real, other=0.0)
     top = tl.max(tops, 0)

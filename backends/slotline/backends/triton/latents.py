@@ -228,6 +228,9 @@ class TritonLatents:
             parts,
             norms,
             lse,
+            lse,
+            splits,
+            0,
             first_token,
             out.stride(0),
             out.stride(1),
@@ -238,6 +241,7 @@ class TritonLatents:
             padded_v=parts.shape[-1],
             padded_splits=triton.next_power_of_2(splits),
             has_sinks=False,
+            has_depths=False,
             early=False,
         )
 

@@ -103,15 +103,19 @@ class Cascade:
         )
 
     def longest(self, query_lens: Int, seq_len: int, kind: int) -> CommonPrefixes | GroupedPrefixes | None:
-        """Return the longest prefixes of a batch of requests of equal length, None if the backends would decline."""
+        """Return the longest prefixes of a batch of requests of equal length, None if the backends would decline.
+
+        Groups must pay for half of the requests: else there would be one for all.
+        """
         before, requests = seq_len - int(query_lens.max()), np.arange(len(query_lens))
-        lens = np.full(len(query_lens), seq_len)
+        asked = query_lens if kind == 1 else query_lens[: max(2, len(query_lens) // 2)]
+        lens = np.full(len(asked), seq_len)
         lengths = tuple(
             before // group.kernel_block_size * group.kernel_block_size
             if group is not None
             and before >= group.kernel_block_size
             and (kind == 1 or group.levels)
-            and _pays(group, before // group.kernel_block_size * group.kernel_block_size, query_lens, lens)
+            and _pays(group, before // group.kernel_block_size * group.kernel_block_size, asked, lens)
             else 0
             for group in self._groups
         )

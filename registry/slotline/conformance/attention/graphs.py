@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from slotline.registry.capability import GraphSupport
+from slotline.registry.contracts.prefix_groups import MAX_LEVELS
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.attention_case import Case as AttentionCase
@@ -187,6 +188,43 @@ def replays_of_a_cascade(run: Run, record: Recorder) -> None:
                 stage.check(step, stage.launch(step), f"replay {number} with a common prefix of {prefix} tokens")
 
 
+def of_groups(subject: Subject) -> Iterable[Case]:
+    """Return one case if a batch with prefixes of groups can be captured."""
+    if subject.capabilities.cascade_prefixes == "one":
+        raise NotApplicable('cascade_prefixes is "one"')
+    return of_a_cascade(subject)
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.graphs.prefix_groups",
+    Level.GRAPHS,
+    needs={**ONE_CAPTURE, "cascade": True},
+    cases=of_groups,
+    cost=2.0,
+)
+def groups(run: Run) -> None:
+    """A captured step with prefixes of groups follows other groups, other levels, and fewer requests."""
+    replays_of_groups(run, cuda_graph)
+
+
+def replays_of_groups(run: Run, record: Recorder) -> None:
+    """Run the body of `groups`, with any recorder."""
+    levels = MAX_LEVELS if run.subject.capabilities.cascade_prefixes == "levels" else 1
+    pool = _pool(run, chosen(run, ((1, 64),)))
+    stage = CapturedStep(pool, ROWS, 1, mixed=False, record=record, levels=levels)
+    families = [[parent, pool.fork(parent)] for parent in _admit(pool, run, (66, 35))]
+    for family in families:  # the third shares more with the first than the second does
+        _compute(pool, run, family[0], 2 * pool.case.block_size + 1)
+        family.append(pool.fork(family[0]))
+    one, other = families
+    orders = [*one, other[0]], [one[0], *other[:2], one[1]], [other[2], one[1], other[0]], [one[2], *other]
+    for number in range(3):
+        for requests in orders:
+            step = pool.prepare(dict.fromkeys(requests, 1))
+            stage.check(step, stage.launch(step), f"replay {number} with prefixes of groups")
+
+
 def _pool(run: Run, case: AttentionCase) -> GraphPool:
     device, stores = device_of(run.subject), writes_cache(run)
     return GraphPool(case, build(run, case), longest=160, device=device, writes_cache=stores, world=maker(run))
@@ -213,13 +251,18 @@ def _batches(run: Run) -> list[tuple[Sequence[int], Sequence[int]]]:
 
 def _admit(pool: GraphPool, run: Run, lengths: Sequence[int]) -> list[int]:
     """Add requests with prompts, computed in eager mode in pieces that the backend accepts."""
-    most = longest_query(run.subject, {"window": pool.case.window})
     numbers = []
     for length in lengths:
         numbers.append(number := pool.admit())
-        for start in range(0, length, most):
-            pool.step({number: min(most, length - start)}, run)
+        _compute(pool, run, number, length)
     return numbers
+
+
+def _compute(pool: GraphPool, run: Run, number: int, count: int) -> None:
+    """Compute new tokens of a request in eager mode, in pieces that the backend accepts."""
+    most = longest_query(run.subject, {"window": pool.case.window})
+    for start in range(0, count, most):
+        pool.step({number: min(most, count - start)}, run)
 
 
 def _one(stage: CapturedStep, new_tokens: dict[int, int], what: str) -> None:

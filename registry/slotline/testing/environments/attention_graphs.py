@@ -6,16 +6,26 @@ The rules are in `slotline.registry.contracts.attention`, under `graphs`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import evolve
 
 from slotline.registry.contracts.attention import AttentionBatch
+from slotline.registry.contracts.prefix_groups import MAX_SEGMENTS, PrefixGroups
 from slotline.testing.check import Failed
 from slotline.testing.environments.attention import threads
 from slotline.testing.environments.attention_history import Pool, Step
-from slotline.testing.environments.attention_variants import announce_prefix
+from slotline.testing.environments.attention_variants import (
+    Segment,
+    announce_prefix,
+    announce_segments,
+    prefix_groups,
+    segment_arrays,
+)
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function once and returns what repeats its work on the device."""
@@ -65,6 +75,28 @@ def announce_common_prefix(step: Step) -> int:
     return length
 
 
+def announce_groups(step: Step, levels: int) -> list[Segment]:
+    """Put the prefixes that groups of a step's requests share into its batch, in whole blocks, and return them."""
+    size, requests = step.case.block_size, step.case.requests
+    blocks = [step.host_table[i, : (end - count) // size].tolist() for i, (count, end) in enumerate(requests)]
+    found: list[Segment] = []
+
+    def search(among: list[int], first: int, level: int) -> None:
+        leads = {blocks[i][first]: 0 for i in among if len(blocks[i]) > first}
+        for lead in leads if level < levels else ():
+            group = [i for i in among if len(blocks[i]) > first and blocks[i][first] == lead]
+            if len(group) > 1:
+                alike = (len(set(column)) for column in zip(*(blocks[i][first:] for i in group), strict=False))
+                end = first + sum(1 for _ in takewhile(lambda count: count == 1, alike))
+                found.append(Segment(group, first * size, end * size, level))
+                search(group, end, level + 1)
+
+    search(list(range(len(requests))), 0, 0)
+    found.sort(key=lambda one: one.level)
+    announce_segments(step, found)
+    return found
+
+
 class CapturedStep:
     """Write and forward for one batch shape, captured with dummy requests.
 
@@ -75,6 +107,7 @@ class CapturedStep:
         mixed: True if requests may have different query lengths.
         record: `cuda_graph` or `call_again`.
         cascade: True if the batches have a common prefix.
+        levels: of prefixes of groups that the batches have, 0 for none.
         plan_once: True if the plan of the capture is valid for every replay. Every second replay is not planned then.
     """
 
@@ -87,6 +120,7 @@ class CapturedStep:
         mixed: bool,
         record: Recorder,
         cascade: bool = False,
+        levels: int = 0,
         plan_once: bool = False,
     ) -> None:
         self._plan_once, self._launches = plan_once, 0
@@ -111,6 +145,10 @@ class CapturedStep:
         before = pool.longest - query_len
         prefix = before // case.block_size * case.block_size if cascade else 0
         self.tensors["common_prefix"].fill_(prefix)
+        self._levels, self._groups = levels, None
+        if levels:
+            whole = Segment(range(rows), 0, before // case.block_size * case.block_size)
+            self._groups = prefix_groups(segment_arrays([whole], starts, (MAX_SEGMENTS, levels)), levels, device)
         self._replay = self._captured(self._batch(starts, lengths, self.width, prefix), record)
 
     def _captured(self, batch: AttentionBatch, record: Recorder) -> Callable[[], None]:
@@ -144,6 +182,7 @@ class CapturedStep:
             num_decodes=singles,
             common_prefix_len=prefix,
             common_prefix=self.tensors["common_prefix"] if prefix else None,
+            prefix_groups=self._groups,
         )
 
     def launch(self, step: Step) -> torch.Tensor:
@@ -194,4 +233,14 @@ class CapturedStep:
             static.zero_()
             static[:real].copy_(new[:real])
         self.tensors["common_prefix"].fill_(made.common_prefix_len)
+        if self._groups is not None:
+            self._groups = self._filled(self._groups, step, starts)
         return self._batch(starts, lengths, width, made.common_prefix_len)
+
+    def _filled(self, groups: PrefixGroups, step: Step, starts: Int) -> PrefixGroups:
+        """Copy a step's prefixes of groups into the captured tensors. Host copies are new."""
+        arrays = segment_arrays(announce_groups(step, self._levels), starts, (MAX_SEGMENTS, self._levels))
+        for name, array in arrays.items():
+            getattr(groups, name).copy_(torch.from_numpy(array))
+        hosts: dict[str, Any] = {f"{name}_cpu": array for name, array in arrays.items()}
+        return evolve(groups, **hosts)

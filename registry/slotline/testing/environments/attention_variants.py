@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import evolve
 
+from slotline.registry.contracts.prefix_groups import PrefixGroups
 from slotline.testing.environments.attention import Case, World
 
 NEEDLE_SCORE = 30.0
@@ -16,6 +20,15 @@ NEEDLE_VALUE = 20.0
 NEEDLE_STEP = 4.0
 """Between the values of KV heads; an eight-bit float still holds them."""
 STALE_VALUE = 1000.0
+
+
+class Segment(NamedTuple):
+    """Keys `first` .. `end` - 1 that `requests` share, at a level from 0."""
+
+    requests: Sequence[int]
+    first: int
+    end: int
+    level: int = 0
 
 
 def plant(world: World, request: int, position: int, note: str = "") -> None:
@@ -121,6 +134,70 @@ def announce_prefix(world: World, length: int) -> None:
     """Put a common prefix into a world's batch."""
     world.batch.common_prefix_len = length
     world.batch.common_prefix = torch.tensor([length], dtype=torch.int32, device=world.device)
+
+
+def share_segments(world: World, segments: Sequence[Segment]) -> None:
+    """Let the requests of each segment share the blocks of the first of them, and announce it.
+
+    Args:
+        world: the world, changed in place.
+        segments: those of a level after those of the level before.
+    """
+    size = world.case.block_size
+    for requests, first, end, _ in segments:
+        lender, places = requests[0], slice(first // size, end // size)
+        for request in requests[1:]:
+            world.spoil(world.owned[request][places])
+            for dense in (world.keys, world.values):
+                dense[request][first:end] = dense[lender][first:end]
+            world.owned[request][places] = world.owned[lender][places]
+            world.host_table[request, places] = world.host_table[lender, places]
+    world.block_table.copy_(world.host_table)
+    world.batch = world.make_batch()
+    announce_segments(world, segments)
+
+
+def announce_segments(world: World, segments: Sequence[Segment]) -> None:
+    """Put prefixes of groups of requests into a world's batch."""
+    batch = world.batch
+    arrays = segment_arrays(segments, batch.query_start_loc_cpu)
+    batch.prefix_groups = prefix_groups(arrays, 1 + max(one.level for one in segments), world.device)
+
+
+def segment_arrays(
+    segments: Sequence[Segment], starts: npt.NDArray[np.int32], room: tuple[int, int] | None = None
+) -> dict[str, npt.NDArray[np.int32]]:
+    """Return the arrays of `PrefixGroups` on the host.
+
+    Args:
+        segments: those of a level after those of the level before.
+        starts: [num_requests + 1], the requests' first query tokens.
+        room: segments and levels that there is room for, as in a captured shape. None for as many as there are.
+    """
+    count, levels = room or (len(segments), 1 + max(one.level for one in segments))
+    num_tokens = int(starts[-1])
+    tokens = [token for one in segments for r in one.requests for token in range(starts[r], starts[r + 1])]
+    ends = np.cumsum([sum(int(starts[r + 1] - starts[r]) for r in one.requests) for one in segments])
+    own, depths = np.zeros(len(starts) - 1, np.int32), np.zeros(num_tokens, np.int32)
+    for one in segments:
+        for request in one.requests:
+            own[request] = one.end
+            depths[starts[request] : starts[request + 1]] = one.level + 1
+    bounds = [(one.requests[0], one.first, one.end, one.level) for one in segments]
+    return {
+        "segments": np.array(bounds + [(0, 0, 0, 0)] * (count - len(bounds)), np.int32).reshape(count, 4),
+        "starts": np.array([0, *ends, *[len(tokens)] * (count - len(bounds))], np.int32),
+        "tokens": np.array(tokens + [0] * (levels * num_tokens - len(tokens)), np.int32),
+        "own": own,
+        "depths": depths,
+    }
+
+
+def prefix_groups(arrays: Mapping[str, npt.NDArray[np.int32]], levels: int, device: torch.device | str) -> PrefixGroups:
+    """Return prefixes of groups on a device and on the host."""
+    fields: dict[str, Any] = {name: torch.from_numpy(array.copy()).to(device) for name, array in arrays.items()}
+    fields |= {f"{name}_cpu": array for name, array in arrays.items()}
+    return PrefixGroups(levels=levels, **fields)
 
 
 def redrawn(world: World, index: int | None = None) -> World:

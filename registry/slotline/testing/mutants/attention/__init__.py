@@ -18,6 +18,7 @@ from slotline.testing.mutants.attention import (
     outputs,
     paging,
     plans,
+    prefix_groups,
     scales,
     scores,
     sizes,
@@ -35,6 +36,7 @@ MUTANTS = (
     *scales.MUTANTS,
     *scores.MUTANTS,
     *cascade.MUTANTS,
+    *prefix_groups.MUTANTS,
     *latents.MUTANTS,
     *alibi.MUTANTS,
     *formats.MUTANTS,
@@ -49,6 +51,7 @@ MUTANTS = (
 CORRECT = (
     *correct.CORRECT,
     *cascade.CORRECT,
+    *prefix_groups.CORRECT,
     *alibi.CORRECT,
     *formats.CORRECT,
     *bounded.CORRECT,
