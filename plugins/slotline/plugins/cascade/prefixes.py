@@ -90,12 +90,14 @@ class Cascade:
             return None
         if all(len(own) < 2 and all(len(one.requests) == len(rows) for one in own) for own in chosen):
             return CommonPrefixes(tuple(own[0].end if own else 0 for own in chosen))
-        known = [
-            own if group is not None and group.levels else [] for own, group in zip(chosen, self._groups, strict=True)
-        ]
+        known = tuple(
+            own if group is not None and group.levels else None for own, group in zip(chosen, self._groups, strict=True)
+        )
+        if not any(known):
+            return None
         starts = np.concatenate([[0], np.cumsum(num_scheduled)])
         return GroupedPrefixes(
-            segments=tuple(own or None for own in known),
+            segments=known,
             starts=starts,
             num_requests=len(rows),
             num_tokens=int(starts[-1]),
@@ -125,7 +127,10 @@ class Cascade:
             return CommonPrefixes(lengths)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         return GroupedPrefixes(
-            segments=tuple([Segment(requests, 0, length, 0)] if length else None for length in lengths),
+            segments=tuple(
+                None if group is None or not group.levels else [Segment(requests, 0, length, 0)] if length else []
+                for group, length in zip(self._groups, lengths, strict=True)
+            ),
             starts=starts,
             num_requests=len(query_lens),
             num_tokens=int(starts[-1]),

@@ -17,6 +17,10 @@ Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 
+ALIGNED = 4
+"""Numbers whose multiples arrays begin at, see `_aligned`."""
+
+
 class Segment(NamedTuple):
     """Keys `first` .. `end` - 1, which lie in the same blocks for `requests` [n] of a batch, at a level from 0."""
 
@@ -57,7 +61,7 @@ class GroupedPrefixes:
     """Prefixes of groups of requests. Implements `StepPrefixes`.
 
     Attributes:
-        segments: by cache group, None for a cache group without any.
+        segments: by cache group, none if no requests of this step share any, None for a cache group without cascade.
         starts: [num_requests + 1] int64, the first query token of each request.
         num_requests, num_tokens: of the batch, padding included.
         max_levels: that the backends know.
@@ -79,26 +83,26 @@ class GroupedPrefixes:
 
     def packed(self) -> Int32:
         """See `StepPrefixes.packed`."""
-        parts = [part for one in self._arrays if one is not None for part in one.arrays]
-        return np.concatenate([part.reshape(-1) for part in parts])
+        parts = [part.reshape(-1) for one in self._arrays if one is not None for part in one.arrays]
+        return np.concatenate([np.pad(part, (0, _aligned(part.size) - part.size)) for part in parts])
 
     def fields(self, group: int, packed: torch.Tensor) -> Mapping[str, Any]:
         """See `StepPrefixes.fields`."""
         made, at = self._arrays, 0
         for one in made[:group]:
-            at += 0 if one is None else sum(part.size for part in one.arrays)
+            at += 0 if one is None else sum(_aligned(part.size) for part in one.arrays)
         if (own := made[group]) is None:
             return {}
         fields: dict[str, Any] = {"levels": own.levels}
         for name, part in zip(_NAMES, own.arrays, strict=True):
             fields[name] = packed[at : at + part.size].view(*part.shape)
             fields[f"{name}_cpu"] = part
-            at += part.size
+            at += _aligned(part.size)
         return {"prefix_groups": PrefixGroups(**fields)}
 
     @cached_property
     def _arrays(self) -> list[_Arrays | None]:
-        return [None if own is None else self._of_group(own) for own in self.segments]
+        return [self._of_group(own) if own or (own is not None and self.room) else None for own in self.segments]
 
     def _of_group(self, own: Sequence[Segment]) -> _Arrays:
         """Lay out the segments of a cache group."""
@@ -119,6 +123,14 @@ class GroupedPrefixes:
             starts[place + 1] = at
         starts[len(own) + 1 :] = at
         return _Arrays(levels, (segments, starts, tokens, first_keys, depths))
+
+
+def _aligned(size: int) -> int:
+    """Return so many numbers and some more, so that what comes behind begins at a multiple of 16 bytes.
+
+    Kernels may differ by a tensor's alignment. An odd one would be compiled while requests wait.
+    """
+    return -(-size // ALIGNED) * ALIGNED
 
 
 class _Arrays(NamedTuple):

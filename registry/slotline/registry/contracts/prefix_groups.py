@@ -66,7 +66,7 @@ class PrefixGroups:
 
 def most_packed(num_requests: int, num_tokens: int) -> int:
     """Return the most numbers of `StepPrefixes.packed` for a cache group, of so many requests and tokens."""
-    return 5 * MAX_SEGMENTS + 1 + num_requests + (MAX_LEVELS + 1) * num_tokens
+    return 5 * MAX_SEGMENTS + num_requests + (MAX_LEVELS + 1) * num_tokens + 16  # each of five arrays is aligned
 
 
 class StepPrefixes(Protocol):
