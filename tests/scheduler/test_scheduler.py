@@ -436,14 +436,17 @@ def test_full_blocks_are_hashed_together_and_found_before_by_who_looks(*, leaves
     tokens = bench.rows.token_ids[0, :17].tolist()  # 4 blocks, fewer than are hashed at a time
     if not leaves:
         assert len(first.block_hashes) == 1  # of its prompt
-        assert bench.cache.pool.lookup(0, first.block_hashes[0]) is None
-        for _ in range(16):  # 34 computed tokens, 8 blocks
+        assert bench.cache.pool.lookup(0, first.block_hashes[0]) is not None
+        for _ in range(16):  # 34 computed tokens, seven blocks behind that of the prompt
             bench.step()
-        assert len(first.block_hashes) == 8
+        assert len(first.block_hashes) == 1
+        for _ in range(4):
+            bench.step()
+        assert len(first.block_hashes) == 9
         assert all(bench.cache.pool.lookup(0, one) is not None for one in first.block_hashes)
         for _ in range(8):  # two more, that nobody has asked for
             bench.step()
-        assert len(first.block_hashes) == 8
+        assert len(first.block_hashes) == 9
         tokens = bench.rows.token_ids[0, :41].tolist()
     second = bench.add("second", [*tokens, 5], max_tokens=3)
     bench.step()
