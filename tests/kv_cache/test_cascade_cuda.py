@@ -71,6 +71,17 @@ def test_a_common_prefix_is_replayed_from_graphs_of_its_own(path: Path) -> None:
     assert not any(shape and shape.cascade for shape in shapes), "two requests are too few to pay"
 
 
+def test_prefixes_of_groups_are_replayed_from_graphs_of_their_own(path: Path) -> None:
+    own = random_prompts([1, 3, 9, 17, 30, 2, 5, 8, 12, 4, 7, 6, 11, 20, 3, 2], seed=4)
+    groups = [SHARED, random_prompts([1088], seed=5)[0]]
+    prompts = [groups[index % 2] + behind for index, behind in enumerate(own)]
+    expected = tokens_of(engine(path, backend="torch", **{"graphs.mode": "none", "attention.cascade": False}), prompts)
+    found, shapes = replayed(engine(path, backend="triton"), prompts)
+    assert found == expected
+    assert GraphShape(16, 1, cascade=2) in shapes
+    assert GraphShape(16, 1) not in shapes
+
+
 @pytest.mark.behaviour(11, 71, 92)
 def test_a_backend_that_cannot_capture_its_cascade_breaks_the_graph_there(path: Path) -> None:
     llm = engine(path, backend="torch")
