@@ -53,7 +53,7 @@ class AttentionConfig:
     cascade: bool | Literal["auto"] = field(
         default="auto",
         metadata=_doc(
-            "read a prefix shared by all requests of a step only once: 'auto' if the backend supports it and it is "
+            "read a prefix that requests of a step share only once: 'auto' if the backend supports it and it is "
             "faster, true to require support of all backends"
         ),
     )

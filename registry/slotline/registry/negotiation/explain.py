@@ -157,7 +157,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     lines += row("queries", f"{group.query_len} in uniform batches, {group.max_query_len} at most", width, indent=2)
     lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
     if group.cascade != NONE:
-        lines += row("cascade", f"a prefix that all requests share is read once, {group.cascade}", width, indent=2)
+        lines += row("cascade", f"a prefix that requests share is read once, {group.cascade}", width, indent=2)
     elif group.cascade_refusal:
         text = f"a prefix that all requests share is read for each of them: {group.cascade_refusal}"
         lines += row("cascade", text, width, indent=2)
