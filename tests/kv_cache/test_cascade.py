@@ -142,7 +142,7 @@ class Declines:
 class Table:
     """The part of a cache group that is read."""
 
-    num_merged = 0
+    num_replaced = 0
 
     def __init__(self, blocks: list[list[int]]) -> None:
         self.table = np.array(blocks, np.int32)

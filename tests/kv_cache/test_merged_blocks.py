@@ -84,7 +84,7 @@ def test_random_trees_are_kept_in_the_fewest_blocks_once_their_prompts_are_compu
     groups = llm.engine.scheduler.cache.groups
     merged = 0
     for _ in range(2):
-        before = sum(group.num_merged for group in groups)
+        before = sum(group.num_replaced for group in groups)
         llm.engine.scheduler.cache.reset()
         prompts = tree(random, 10)
         requests = arrive(llm, prompts, random, LONG)
@@ -93,7 +93,7 @@ def test_random_trees_are_kept_in_the_fewest_blocks_once_their_prompts_are_compu
         while llm.engine.has_work:
             llm.engine.step()
         everything_returned(llm)
-        merged += sum(group.num_merged for group in groups) - before
+        merged += sum(group.num_replaced for group in groups) - before
         assert [list(r.output_token_ids) for r in requests] == tokens_of(alone, prompts, LONG)
     assert merged > 0
 

@@ -13,6 +13,7 @@ from engine_driver import random_prompts, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slotline.builder.freed_tokens import FreedTokens, FreeingGroup
 from slotline.builder.made_up import made_up_inputs
 from slotline.core import LLM
 from slotline.core.batch.request_table import RequestTable
@@ -34,7 +35,7 @@ class Table:
 
     def __init__(self, blocks: Sequence[Sequence[int]]) -> None:
         self.table = np.array(blocks, np.int32)
-        self.num_merged = 0
+        self.num_replaced = 0
 
 
 class Takes:
@@ -165,8 +166,30 @@ def test_a_repeated_step_keeps_its_prefixes_until_blocks_are_merged() -> None:
     step = SchedulerOutput(rows=rows, num_scheduled=ones, num_computed=16 * ones, num_tokens=6, num_decodes=6)
     first = cascade.of_step(step)
     assert cascade.of_step(step) is first is not None
-    table.num_merged += 1
+    table.num_replaced += 1
     assert cascade.of_step(step) is not first
+
+
+class FourTokens:
+    """A spec of blocks of four tokens."""
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // BLOCK)
+
+    def blocks_freeable(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 8) // BLOCK
+
+
+def test_cache_groups_count_the_changes_after_which_prefixes_are_looked_for_again() -> None:
+    group = FreeingGroup(FreedTokens(np.zeros(3, np.int64)), 0, FourTokens(), BLOCK, BLOCK, 2, 32)
+    group.extend(1, [5, 6, 7])
+    assert group.num_replaced == 0
+    group.merge(1, 2, 9)
+    assert (group.num_replaced, group.blocks[1], group.table[1, :3].tolist()) == (1, [5, 6, 9], [5, 6, 9])
+    group.replace(1, [8, 4])
+    assert group.num_replaced == 2
+    group.free_leading(1, 12)
+    assert group.num_replaced == 3
 
 
 def test_no_more_segments_than_a_batch_has_room_for() -> None:

@@ -115,6 +115,7 @@ class FreeingGroup(CacheGroup):
         self.table[row, : len(self.blocks[row]) * self.ratio] = 0
         self.table[row, : len(blocks) * self.ratio] = self.kernel_blocks(blocks)
         self.versions[row] += 1
+        self.num_replaced += 1
         self.blocks[row] = blocks
         self.num_held[row] = len(blocks)
         self._shift(np.array([row]))

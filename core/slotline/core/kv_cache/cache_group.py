@@ -33,7 +33,7 @@ class CacheGroup:
         fixed_len: [max_requests] int64, the keys that each row has blocks for, all from its first step on. None if the
             blocks are for the sequence's own tokens.
         num_held: [max_requests] int64, manager blocks of each row.
-        num_merged: blocks so far whose place another one with equal contents took.
+        num_replaced: changes so far of tables in which others took the place of blocks.
         needed, freeable: [max_model_len + 1] int64, the spec's blocks for each number of tokens, and for each number of
             computed tokens. Precomputed, so that steps do not call the spec.
     """
@@ -59,7 +59,7 @@ class CacheGroup:
         self.num_held = np.zeros(max_requests, np.int64)
         self.capacity = np.zeros(max_requests, np.int64)
         self.num_freed = np.zeros(max_requests, np.int64)
-        self.num_merged = 0
+        self.num_replaced = 0
         self.needed: Int = np.fromiter(map(spec.blocks_needed, range(max_model_len + 1)), np.int64)
         self.frees_early = spec.blocks_freeable(max_model_len) > 0
         lengths = range(max_model_len + 1 if self.frees_early else 0)
@@ -128,6 +128,7 @@ class CacheGroup:
         self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
         self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
         self.versions[row] += 1
+        self.num_replaced += 1
         self.num_freed[row] = last
         return freed
 
@@ -136,7 +137,7 @@ class CacheGroup:
         own, self.blocks[row][place] = self.blocks[row][place], block
         self.table[row, place * self.ratio : (place + 1) * self.ratio] = self.kernel_blocks([block])
         self.versions[row] += 1
-        self.num_merged += 1
+        self.num_replaced += 1
         return own
 
     def restore(self) -> None:

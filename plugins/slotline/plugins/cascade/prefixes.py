@@ -71,9 +71,9 @@ class Cascade:
     def of_step(self, schedule: SchedulerOutput) -> CommonPrefixes | GroupedPrefixes | None:
         """Return the prefixes to serve separately in a step, None for none.
 
-        Requests that are decoded again have the prefixes of the step before, unless blocks were merged since.
+        Requests that are decoded again have the prefixes of the step before, unless blocks were replaced since.
         """
-        merged, last = sum(group.cache.num_merged for group in self._groups if group is not None), self._last
+        merged, last = sum(group.cache.num_replaced for group in self._groups if group is not None), self._last
         if last is not None and schedule.rows is last[0] and merged == last[1]:  # repeated steps pass the same array
             return last[2]
         computed = schedule.num_computed - np.maximum(self._rows.num_pending[schedule.rows] - 1, 0)  # at least
