@@ -32,6 +32,11 @@ from typing import Any, NamedTuple
 SHORT = "--only decode_hopper --most 1"
 TARGET = 90
 """The compute capability times 10."""
+GLUON = tuple(
+    f"slotline.backends.triton.{name}"
+    for name in ("latent_hopper.attend_latents", "prompt_hopper.attend_prompts", "decode_hopper.attend_decodes")
+)
+"""The kernels in Gluon."""
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)")
 
 
@@ -254,7 +259,7 @@ def work(arguments: argparse.Namespace) -> None:
     driver.set_active(Card())
     compiler = Compiler(arguments.only, arguments.most)
     lacking = why_no_gluon()
-    if lacking is None:
+    if lacking is None and any(arguments.only in name for name in GLUON):
         gluon_launches(compiler)
     if arguments.launches is not None:
         written_launches(compiler, arguments.launches)
@@ -316,9 +321,11 @@ def main() -> None:
             parser.error(f"there is no Triton in {folder}: `pip install triton==3.8.0 --no-deps --target {folder}`")
     if arguments.launches is not None and not arguments.launches.is_file():
         parser.error(f"there is no file {arguments.launches}: `pytest -p record_launches --record-launches FILE`")
-    results = [compiled_with(folder, arguments) for folder in arguments.triton or (None,)]
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = []
+    for folder in arguments.triton or (None,):
+        results.append(compiled_with(folder, arguments))
+        if arguments.json is not None:  # after each: it takes minutes
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(results)))
     if not any(result["kernels"] for result in results):
         parser.error(f"no kernel has {arguments.only!r} in its name")

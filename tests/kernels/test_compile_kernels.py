@@ -35,7 +35,7 @@ def test_every_kernel_for_hopper_compiles_in_every_form_of_its_launches(tmp_path
     assert found["lacking"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_launches_that_tests_write_down_compile(tmp_path: Path) -> None:
     """Recorded under the interpreter, by a test of ours, and compiled by a process without it."""
     file = tmp_path / "launches.jsonl"
