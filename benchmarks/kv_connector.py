@@ -11,8 +11,8 @@ one with the connector saves what the pool gives up, the later ones save and loa
     python benchmarks/kv_connector.py --disk FOLDER [--prompts 12] [--length 1500]
 
 With `--disk` the connector is `disk`, with files in a folder there. Prints the rate at which threads read these files,
-the rate at which prompts are loaded from them, both after the system has dropped what it had cached, and the median
-step of a request that runs alone, and beside loads.
+the rate at which the connector loads all blocks, and that of prompts one by one, each after the system has dropped what
+it had cached. Then the median step of a request that runs alone, and beside loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from command_line import positive, require_gpus
 from step_gpu import random_llm
 
 from slotline.core import LLM, SamplingParams
+from slotline.registry.contracts import CacheBlock
 
 SHORT = "--prompts 2 --length 40 --pool 1"
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -92,13 +93,19 @@ def read_all(files: list[Path], threads: int) -> float:
         return perf_counter() - start
 
 
-def load_all(llm: LLM, prompts: list[list[int]]) -> tuple[float, int]:
-    """Seconds in which the loads of all prompts ended, one prompt after the other, and the number of blocks.
+def load_all(llm: LLM, prompts: list[list[int]]) -> tuple[float, list[CacheBlock]]:
+    """Seconds in which the loads of all prompts ended, one prompt after the other, and the blocks.
 
     Steps compute nothing meanwhile, since the only request waits for its blocks.
     """
     engine, transfers = llm.engine, llm.engine.extension("kv_transfer").transfers
-    before, seconds = transfers.agreement.counts.loads, 0.0
+    seconds, blocks, start_loads = 0.0, list[CacheBlock](), transfers.connector.start
+
+    def noted(saves: list[CacheBlock], loads: list[CacheBlock]) -> None:
+        blocks.extend(loads)
+        start_loads(saves, loads)
+
+    transfers.connector.start = noted
     engine.scheduler.cache.pool.reset()
     for number, prompt in enumerate(prompts):
         engine.add(f"load {number}", prompt, ONE)
@@ -111,7 +118,25 @@ def load_all(llm: LLM, prompts: list[list[int]]) -> tuple[float, int]:
         seconds += ended - start
         while engine.has_work:
             engine.step()
-    return seconds, transfers.agreement.counts.loads - before
+    del transfers.connector.start
+    return seconds, blocks
+
+
+def load_together(llm: LLM, blocks: list[CacheBlock]) -> float:
+    """Seconds in which the connector alone brings blocks into the pool, whose blocks nobody has."""
+    connector = llm.engine.extension("kv_transfer").transfers.connector
+    llm.engine.scheduler.cache.pool.reset()
+    left = set(range(1, len(blocks) + 1))
+    start = perf_counter()
+    connector.start([], [one._replace(block=number) for number, one in enumerate(blocks, 1)])
+    while left:
+        arrived = set(connector.arrived())
+        if lost := connector.failed():
+            raise SystemExit(f"error: {len(lost)} blocks could not be loaded")
+        left -= arrived
+        if left and not arrived:
+            sleep(0.0005)
+    return perf_counter() - start
 
 
 def medians(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, int]:
@@ -154,14 +179,18 @@ def measure_disk(arguments: argparse.Namespace, prompts: list[list[int]]) -> Non
         files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
         for number in range(3):
             size = drop_cached(files)
-            raw = read_all(files, 4)
+            raw = size / read_all(files, 4)
             drop_cached(files)
             seconds, blocks = load_all(llm, prompts)
-            loaded = size * blocks / len(files)
+            loaded = size * len(blocks) / len(files)
+            drop_cached(files)
+            together = loaded / load_together(llm, blocks)
+            drop_cached(files)
+            again = size / read_all(files, 4)  # before and behind, since others use the disk too
             print(
-                f"  round {number}: threads read {size / raw / 2**20:.0f} MiB/s, prompts load "
-                f"{loaded / seconds / 2**20:.0f} MiB/s ({100 * loaded / seconds * raw / size:.0f} %), {blocks} blocks "
-                f"of {size // len(files)} bytes in {1e3 * seconds:.0f} ms"
+                f"  round {number}: threads read {raw / 2**20:.0f} and {again / 2**20:.0f} MiB/s, all blocks load at "
+                f"{together / 2**20:.0f} MiB/s ({100 * together / ((raw + again) / 2):.0f} %), prompts one by one at "
+                f"{loaded / seconds / 2**20:.0f} MiB/s; {len(blocks)} blocks of {size // len(files)} bytes"
             )
         alone, beside, number = medians(llm, prompts)
         print(f"  median step of a request: {1e3 * alone:.2f} ms alone, {1e3 * beside:.2f} ms in {number} beside loads")

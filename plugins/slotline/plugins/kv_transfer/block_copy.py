@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import evolve, frozen
 
@@ -193,6 +194,37 @@ class Segment:
             first += size
 
 
+@frozen(eq=False)
+class HostPages:
+    """Layers of a group in the memory of the process. Each copy is one of memory, by the thread that asks for it.
+
+    torch would divide a copy of some dozens of kilobytes among threads, and wait for the slowest of them.
+
+    Attributes:
+        pages: of each layer, [num_blocks, ratio, bytes].
+    """
+
+    pages: tuple[npt.NDArray[np.uint8], ...]
+
+    def read(self, block: int, row: torch.Tensor) -> None:
+        """Copy a block to a row."""
+        for pages, part in self._parts(row):
+            part[:] = pages[block]
+
+    def write(self, block: int, row: torch.Tensor) -> None:
+        """Copy a row to a block."""
+        for pages, part in self._parts(row):
+            pages[block] = part
+
+    def _parts(self, row: torch.Tensor) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+        """Yield each layer's pages with its part of a row, [ratio, bytes]."""
+        data, first = row.numpy(), 0
+        for pages in self.pages:
+            end = first + pages.shape[1] * pages.shape[2]
+            yield pages, data[first:end].reshape(pages.shape[1:])
+            first = end
+
+
 class CacheBlockCopy:
     """Copier of the blocks of each cache group. Implements `BlockCopyBeside`.
 
@@ -222,9 +254,14 @@ class CacheBlockCopy:
         besides = {device: _beside(lane, largest, copies) for device, lane in lanes.items()}
         self._segments = [_segments(layers, lanes, besides) for layers in groups]
         self._writers = [_segments(layers, more, besides) for layers in groups]
+        self._host = [_host_pages(layers) if None in besides.values() else None for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Read `blocks` into the same number of `rows`."""
+        if (host := self._host[group]) is not None:
+            for block, row in zip(blocks, rows, strict=True):
+                host.read(block - self._first[group], row)
+            return
         for segment, ids, own in self._pieces(self._segments, group, blocks, rows):
             staged = segment.lane.from_device(len(own), segment.end - segment.first)
             for pages, part in segment.parts(staged):
@@ -233,6 +270,10 @@ class CacheBlockCopy:
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Write `rows` into the same number of `blocks`, which are distinct."""
+        if (host := self._host[group]) is not None:
+            for block, row in zip(blocks, rows, strict=True):
+                host.write(block - self._first[group], row)
+            return
         for segment, ids, own in self._pieces(self._writers, group, blocks, rows):
             for pages, part in segment.parts(segment.lane.from_rows(own)):
                 pages.index_copy_(0, ids, part)
@@ -287,6 +328,12 @@ def _beside(lane: Lane, num_bytes: int, copies: Callable[[torch.device], CopyStr
     """Return the buffers of a device's loads beside forward passes, None where all copies are in order."""
     rows, blocks = copies(lane.device), copies(lane.device)
     return None if isinstance(rows, OrderedCopies) else LaneBeside(lane, num_bytes, rows, blocks)
+
+
+def _host_pages(layers: Sequence[torch.Tensor]) -> HostPages | None:
+    """Return a group's layers where all of them are in the memory of the process."""
+    here = all(pages.device.type == "cpu" for pages in layers)
+    return HostPages(tuple(pages.numpy() for pages in layers)) if here else None
 
 
 def _segments(

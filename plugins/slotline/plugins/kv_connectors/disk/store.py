@@ -40,6 +40,8 @@ SCAN_SECONDS = 10.0
 """Time between two looks at the folder."""
 FULL_SECONDS = 30.0
 """Time without saves after the disk was full."""
+USED_SECONDS = 60.0
+"""Age of a file's time of last use from which on a use is noted in the file. Each note is a write."""
 OLD_SECONDS = 3600.0
 """Age at which unfinished files of any process are removed."""
 _NAME = re.compile(r"\d+-[0-9a-f]*")
@@ -194,7 +196,8 @@ class DiskStore:
         path = self._root / self._name(key)
         fault = read_block(path, key, self._identity, data, transport=self._transport)
         if fault is None:
-            os.utime(path)
+            if time.time() - path.stat().st_mtime > USED_SECONDS:
+                os.utime(path)
         else:
             text = "%s is no good (%s): it counts as not held, and is removed"
             self._counts.fault(fault.value, text, path, fault.value)

@@ -23,6 +23,8 @@ from slotline.registry.errors import CapacityError
 _T = TypeVar("_T")
 POLL_BYTES = 16 * 2**20
 """Bytes that one poll copies into the caches at most, so that no step waits for more."""
+JOB_BYTES = 2**20
+"""Bytes that one job of a thread reads at most, unless a block is larger. A job costs more than a small file."""
 COPY_SECONDS = 0.0005
 """Time between two looks at whether a row has been copied from a GPU."""
 FINISH_SECONDS = 10.0
@@ -112,7 +114,8 @@ class StagedConnector:
         rows = partial(Rows, size=size, pinned=bool(devices), what=f"{what} = {staging!r}")
         room = size_in_bytes(staging)
         self._save_rows, self._load_rows = rows(room * 3 // 4), rows(room // 4)
-        self._background = Background({"write": 1, "read": threads})
+        self._background, self._threads = Background({"write": 1, "read": threads}), threads
+        self._job_blocks = max(1, JOB_BYTES // size)
         self._pending: dict[Key, _Save] = {}
         self._wanted: deque[_Load] = deque()  # without a row
         self._loads: dict[int, _Load] = {}  # by block, under way or wanted
@@ -227,7 +230,8 @@ class StagedConnector:
         self._save_rows.give_back([save.row])
 
     def _dispatch(self) -> None:
-        """Have wanted blocks read, as far as there are rows for them."""
+        """Have wanted blocks read, as far as there are rows for them: a few small ones by one job of a thread."""
+        begun, works = list[_Load](), list[Callable[[], Fault | None]]()
         while self._wanted and (row := self._load_rows.take()) is not None:
             one = self._wanted.popleft()
             if one.given_up:
@@ -235,10 +239,19 @@ class StagedConnector:
                 continue
             one.row = row
             data = row[: self._groups[one.block.group].block_bytes].numpy()
-            work = partial(_read, self._store, one.key, data, self._codec)
-            self._background.submit("read", work, partial(self._ended, one))
+            begun.append(one)
+            works.append(partial(_read, self._store, one.key, data, self._codec))
+        count = max(1, min(self._job_blocks, len(begun) // (2 * self._threads)))
+        for first in range(0, len(begun), count):
+            own = slice(first, first + count)
+            self._background.submit("read", partial(_all, works[own]), partial(self._ended, begun[own]))
 
-    def _ended(self, load: _Load, result: Any) -> None:
+    def _ended(self, loads: Sequence[_Load], results: Sequence[Fault | Exception | None]) -> None:
+        """Take note of reads that have ended."""
+        for load, result in zip(loads, results, strict=True):
+            self._ended_one(load, result)
+
+    def _ended_one(self, load: _Load, result: Fault | Exception | None) -> None:
         """Take note of a read that has ended."""
         if result is None and not load.given_up:
             self._read.append(load)
@@ -306,6 +319,17 @@ def _write(store: BlockStore, save: _Save, data: Bytes, codec: Codec, counts: Co
         counts.add("skipped_not_finite")
         return False
     return store.write(save.ticket, stored)
+
+
+def _all(works: Sequence[Callable[[], Fault | None]]) -> list[Fault | Exception | None]:
+    """Do all of some reads. Return what each returned, or its exception."""
+    found = list[Fault | Exception | None]()
+    for work in works:
+        try:
+            found.append(work())
+        except Exception as error:  # whoever asked decides what it means
+            found.append(error)
+    return found
 
 
 def _read(store: BlockStore, key: Key, data: Bytes, codec: Codec) -> Fault | None:
