@@ -19,10 +19,12 @@ import torch
 
 from slotline.plugins.kv_connectors.handoff import address_of
 from slotline.plugins.kv_connectors.handoff.items import Items
+from slotline.plugins.kv_connectors.handoff.landing import Landing
 from slotline.plugins.kv_connectors.handoff.peer import Identity, Inbox, Peer
 from slotline.plugins.kv_connectors.handoff.saver import Saver
 from slotline.plugins.kv_connectors.handoff.server import BlockServer
 from slotline.plugins.kv_connectors.handoff.store import Key, Store, copied, key_of
+from slotline.plugins.kv_connectors.stores.copies import devices_of
 from slotline.ranks.replicas.reports import NUMBER
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
@@ -71,6 +73,8 @@ class Handoff:
             else:
                 logger.warning("kv_connector.handoff.address has no port, so these ranks hand out no blocks")
         self._inbox, self._peers = Inbox(), dict[str, Peer]()
+        devices = devices_of(context)
+        self._landing = Landing(context.copy, devices)
         for one in options.peers if options.role != "prefill" else ():
             name, number = address_of(one)
             self._peers[one] = peer = Peer(
@@ -79,6 +83,7 @@ class Handoff:
                 sizes=sizes,
                 timeout=options.timeout,
                 inbox=self._inbox,
+                pinned=bool(devices),
                 nixl=nixl,
             )
             finalize(self, peer.close)
@@ -158,11 +163,8 @@ class Handoff:
         return unsaved
 
     def arrived(self) -> Collection[int]:
-        ended = self._inbox.take()
-        self._failed |= {one.block for one, row in ended if row is None}
-        rows = [(one, row) for one, row in ended if row is not None]
-        copied(self._copy.to_device, rows)
-        here, self._here = self._here | {one.block for one, _ in rows}, set()
+        self._land()
+        here, self._here = self._here | self._landing.landed(), set()
         return here
 
     def failed(self) -> Collection[int]:
@@ -175,6 +177,8 @@ class Handoff:
         self._inbox.wait()
         for peer in self._peers.values():
             peer.hurried = False
+        self._land()
+        self._here |= self._landing.finish()
         if self._saver is not None:
             self._saver.wait()
 
@@ -188,6 +192,12 @@ class Handoff:
             self._store.clear()
         if self._items is not None:
             self._items.clear()
+
+    def _land(self) -> None:
+        """Take what peers have loaded, or could not load."""
+        ended = self._inbox.take()
+        self._failed |= {one.block for one, row in ended if row is None}
+        self._landing.take((one, row) for one, row in ended if row is not None)
 
     def _peer(self, params: Mapping[str, Any]) -> Peer | None:
         """Return the peer that a request names, None if it names none that may be asked."""

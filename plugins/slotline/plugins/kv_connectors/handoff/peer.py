@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from attrs import define
 
@@ -98,6 +99,7 @@ class Peer:
         timeout: seconds without a byte after which it counts as gone.
         inbox: gets each block.
         nixl: whether NIXL reads the blocks.
+        pinned: whether blocks come into pinned memory, from which copies to a GPU are asynchronous.
 
     Attributes:
         hurried: whether blocks that have not been asked for yet fail at once.
@@ -112,6 +114,7 @@ class Peer:
         timeout: float,
         inbox: Inbox,
         nixl: bool = False,
+        pinned: bool = False,
     ) -> None:
         self._address, self._identity, self._sizes = address, identity, tuple(sizes)
         self._timeout, self._inbox = timeout, inbox
@@ -119,7 +122,7 @@ class Peer:
         self._connection: socket.socket | None = None
         self._memory: mmap.mmap | None = None
         self._far: FarMemory | None = None
-        self._nixl = nixl
+        self._nixl, self._pinned = nixl, pinned
         self._failed_at: float | None = None
         self.hurried = False
         self._thread: Thread | None = None
@@ -223,7 +226,7 @@ class Peer:
             (block, int(one[0]), int(one[1])) for block, one in zip(blocks, answer, strict=True) if one is not None
         ]
         sizes = [self._sizes[block.group] for block, _, _ in found]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
         rows = memory.split(sizes)
         self._read(connection, [place for _, place, _ in found], rows, memory)
         good = {
@@ -248,11 +251,10 @@ class Peer:
             self._far.read(places, rows, memory)
             return
         for place, row in zip(places, rows, strict=True):
-            view = _view(row)
             if self._memory is None:
-                fill(connection, view)
-            else:
-                view[:] = memoryview(self._memory)[place : place + len(view)]
+                fill(connection, _view(row))
+            else:  # numpy lets other threads run meanwhile
+                np.copyto(row.numpy(), np.frombuffer(self._memory, np.uint8, len(row), place))
 
     def _connected(self) -> socket.socket:
         """Return the connection, with the peer's memory mapped if it is on this machine."""
