@@ -63,7 +63,7 @@ class Device:
 
     def copy(self) -> CacheBlockCopy:
         def queue(_: torch.device) -> Queue:
-            self.queues.append(Queue(("saves", "rows", "blocks")[len(self.queues)], self.log))
+            self.queues.append(Queue(("saves", "loads", "rows", "blocks")[len(self.queues)], self.log))
             return self.queues[-1]
 
         return CacheBlockCopy([[self.pool[..., :24], self.pool[..., 24:]]], queue)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_blocks_are_written_in_pieces_and_the_computations_wait_for_nothing(monk
     assert torch.equal(device.pool[[1, 4, 5, 9, 11], 0], rows)
     assert "blocks waits for compute" in device.log
     assert not [line for line in device.log if line.startswith("compute waits")]
-    written = device.queues[2]
+    written = device.queues[3]
     assert [line for line in device.log if "waits for rows" in line] == [f"blocks waits for rows {i}" for i in range(3)]
     assert "rows waits for blocks 0" in device.log  # the first buffer is used for the third piece
     assert not is_over()
@@ -103,7 +103,7 @@ def test_a_save_waits_for_loads_that_read_its_rows_and_a_load_for_saves() -> Non
     assert not [line for line in device.log if line.startswith("saves waits for rows")]
     copy.to_host(0, [6], [rows[1]])
     assert [line for line in device.log if line.startswith("saves waits for rows")] == ["saves waits for rows 0"]
-    device.queues[1].events[0].over = True
+    device.queues[2].events[0].over = True
     device.log.clear()
     copy.to_host(0, [6], [rows[1]])
     assert not [line for line in device.log if line.startswith("saves waits for rows")]
