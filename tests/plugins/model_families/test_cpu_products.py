@@ -103,6 +103,10 @@ def test_what_was_timed_first_is_kept_and_shown(folder: Path, monkeypatch: pytes
     assert kept is not None
     assert kept.layout == "plain"
     assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(linear_records, "version", lambda name: "another one")
+    assert slotline_report_header(load_config(values={"device": "cpu"}).config) is None
+    monkeypatch.undo()
+    monkeypatch.setenv("SLOTLINE_CACHE", str(folder.parent))
     monkeypatch.setattr(linear_records, "processor", lambda: "another one")
     assert slotline_report_header(load_config(values={"device": "cpu"}).config) is None
 

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,16 @@ def processor() -> str:
 
 @hookimpl
 def slotline_report_header(config: Any) -> list[str] | None:
-    """Return the kept choices of this processor, for a report of a run on a CPU."""
+    """Return the kept choices of this processor and torch, for a report of a run on a CPU."""
     if config.device not in ("cpu", "auto"):
         return None
     try:
         files = sorted((cache_folder() / FOLDER).glob("*.json"))
     except OSError:
         return None
-    found = [record for record in map(Record.read, files) if record is not None and record.processor == processor()]
-    lines = sorted(record.describe() for record in found)
+    own = processor(), version("torch")
+    found = [record for record in map(Record.read, files) if record is not None]
+    lines = sorted(record.describe() for record in found if (record.processor, record.torch) == own)
     if not lines:
         return None
     rows = ", ".join(str(count) for count in CLASSES)
