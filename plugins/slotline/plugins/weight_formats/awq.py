@@ -29,8 +29,8 @@ class Awq:
         version = str(config.get("version", "gemm")).lower()
         if bits != 4 or version != "gemm":
             raise ModelError(
-                f"{context.path} holds quantized weights (awq) of {bits!r} bits in the layout {version!r}, read are 4 "
-                "bits in 'gemm'",
+                f"{context.path} holds quantized weights (awq) with bits = {bits!r} and version = {version!r}, read "
+                "are 4 bits in 'gemm'",
                 fix="use a checkpoint in that layout, or in bfloat16, float16 or float32",
             )
         size = int(config.get("group_size", config.get("q_group_size", 128)))

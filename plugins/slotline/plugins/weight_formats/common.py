@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from slotline.registry.contracts.weight_format import FormatExample, TensorReader
+from slotline.registry.contracts.weight_format import FormatExample, TensorReader, WeightFormatContext
 from slotline.registry.errors import ModelError
 
 DOWNLOAD = "download the checkpoint again"
@@ -26,6 +26,26 @@ def _matches(name: str, pattern: str) -> bool:
     if "*" in pattern:
         return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name) is not None
     return name == pattern or f".{name}.".find(f".{pattern}.") >= 0
+
+
+def refuse_fields(context: WeightFormatContext, usual: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse a configuration with fields that change what the tensors mean.
+
+    Args:
+        usual: field -> the values for which the weights are read. None stands for a field that is not there.
+
+    Raises:
+        ModelError: naming the first field with another value.
+    """
+    for name, values in usual.items():
+        found = context.config.get(name)
+        if found not in (None, *values):
+            read = " or ".join(repr(value) for value in values if value is not None) or "none"
+            raise ModelError(
+                f"{context.path} holds quantized weights ({context.method}) with {name} = {found!r:.80}, read "
+                f"is {read}",
+                fix="use a checkpoint without it, or in bfloat16, float16 or float32",
+            )
 
 
 class Tensors:

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, two_dimensional, unpack
+from slotline.plugins.weight_formats.common import (
+    Tensors,
+    centred,
+    examples_of,
+    matches,
+    refuse_fields,
+    two_dimensional,
+    unpack,
+)
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -15,6 +23,7 @@ from slotline.registry.errors import ModelError
 _PACKED = "pack-quantized"
 _PLAIN = "dense"
 _READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_DYNAMIC = (None, True, False)
 _ORDERED = ("group", "dynamic", "true")
 """What `actorder` says where inputs are stored in an order of their own."""
 
@@ -32,6 +41,10 @@ class CompressedTensors:
         self._config = context.config
         self._path = context.path
         self._tensors = Tensors(context.tensors, context.method)
+        refuse_fields(context, {"transform_config": ({}, {"config_groups": {}})})
+        sparse = self._config.get("sparsity_config")
+        if isinstance(sparse, Mapping) and sparse.get("format", _PLAIN) != _PLAIN:
+            refuse_fields(context, {"sparsity_config": ({},)})
         self._ignored = tuple(self._config.get("ignore") or ())
         groups = self._config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
@@ -133,6 +146,25 @@ class CompressedTensors:
                 f"{name}, read are {', '.join(_READ)}",
                 fix="use a checkpoint in one of these, or in bfloat16, float16 or float32",
             )
+        if found != _PLAIN and (unread := _unread(group, weights)):
+            raise ModelError(
+                f"{self._path} holds quantized weights (compressed-tensors) with config_groups.{name}.{unread}, for "
+                "which there is no scheme",
+                fix="use a checkpoint without it, or in bfloat16, float16 or float32",
+            )
+
+
+def _unread(group: Mapping[str, Any], weights: Mapping[str, Any]) -> str:
+    """Return a field that changes what is computed and that no scheme has, with its value. Empty if there is none."""
+    if weights.get("dynamic"):
+        return f"weights.dynamic = {weights['dynamic']!r}"
+    if group.get("output_activations"):
+        return f"output_activations = {group['output_activations']!r:.80}"
+    inputs = group.get("input_activations")
+    if not inputs:
+        return ""
+    read = inputs.get("num_bits", 8) == 8 and inputs.get("symmetric", True) and inputs.get("dynamic") in _DYNAMIC
+    return "" if read else f"input_activations = {inputs!r:.120}"
 
 
 def _scheme(name: str, group: Mapping[str, Any], *, ordered: bool) -> WeightScheme:
@@ -144,8 +176,8 @@ def _scheme(name: str, group: Mapping[str, Any], *, ordered: bool) -> WeightSche
     sizes = weights.get("group_size"), weights.get("block_structure")
     if element is None or strategy not in ("tensor", "channel", "group", "block"):
         raise ModelError(
-            f"{name}: quantized weights (compressed-tensors) of type {weights.get('type')!r} with "
-            f"{weights.get('num_bits')} bits and strategy {strategy!r} have no scheme",
+            f"{name}: quantized weights (compressed-tensors) with type = {weights.get('type')!r}, "
+            f"num_bits = {weights.get('num_bits')} and strategy = {strategy!r} have no scheme",
             fix="use a checkpoint with 4 or 8 bits, or in bfloat16, float16 or float32",
         )
     shared = {"tensor": (0, 0), "channel": (1, 0), "group": (1, sizes[0] or 128), "block": _block(sizes[1])}[strategy]

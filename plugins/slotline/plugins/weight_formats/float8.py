@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, examples_of, matches, two_dimensional
+from slotline.plugins.weight_formats.common import Tensors, examples_of, matches, refuse_fields, two_dimensional
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
@@ -13,12 +13,17 @@ _FLOAT8 = "F8_E4M3"
 
 
 class Float8:
-    """Reader of one checkpoint of the method ``fp8``. See `slotline.registry.contracts.weight_format.WeightFormat`."""
+    """Reader of one checkpoint of the method ``fp8``. See `slotline.registry.contracts.weight_format.WeightFormat`.
+
+    Raises:
+        ModelError: for another kind of float8 or another scheme of activations.
+    """
 
     examples = examples_of("fp8")
 
     def __init__(self, context: WeightFormatContext) -> None:
         config = context.config
+        refuse_fields(context, {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static")})
         self._tensors = Tensors(context.tensors, context.method)
         self._plain = tuple(config.get("modules_to_not_convert") or config.get("ignored_layers") or ())
         self._block = config.get("weight_block_size")
@@ -73,7 +78,7 @@ class ModelOpt(Float8):
         algorithm = config.get("quant_algo")
         if algorithm != "FP8":
             raise ModelError(
-                f"{context.path} holds quantized weights (modelopt) of the algorithm {algorithm!r}, read is 'FP8'",
+                f"{context.path} holds quantized weights (modelopt) with quant_algo = {algorithm!r}, read is 'FP8'",
                 fix="use a checkpoint in FP8, or in bfloat16, float16 or float32",
             )
         self._plain = tuple(config.get("exclude_modules") or config.get("ignore") or ())

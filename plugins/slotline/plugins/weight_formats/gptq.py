@@ -7,17 +7,27 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, unpack
+from slotline.plugins.weight_formats.common import Tensors, centred, examples_of, matches, refuse_fields, unpack
 from slotline.registry.contracts.weight_format import WeightFormatContext
 from slotline.registry.contracts.weights import QuantizedWeight, WeightScheme
 from slotline.registry.errors import ModelError
+
+_USUAL: Mapping[str, tuple[Any, ...]] = {
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "is_marlin_format": (False,),
+    "pack_dtype": ("int32",),
+    "dynamic": ({},),
+    "adapter": (),
+    "rotation": (),
+}
+"""Fields of GPTQModel that change what tensors mean, with the values that are read."""
 
 
 class Gptq:
     """Reader of one checkpoint. See `slotline.registry.contracts.weight_format.WeightFormat`.
 
     Raises:
-        ModelError: for a number of bits without a scheme.
+        ModelError: for a number of bits without a scheme, or another layout.
     """
 
     examples = examples_of("gptq")
@@ -25,6 +35,7 @@ class Gptq:
     def __init__(self, context: WeightFormatContext) -> None:
         config: Mapping[str, Any] = context.config
         self._tensors = Tensors(context.tensors, context.method)
+        refuse_fields(context, _USUAL)
         bits = config.get("bits")
         if bits not in (4, 8):
             raise ModelError(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slotline.conformance.weight_format import broken, contract, hostile, numerics, online, stateful
+from slotline.conformance.weight_format import broken, config_fields, contract, hostile, numerics, online, stateful
 
-__all__ = ["broken", "contract", "hostile", "numerics", "online", "stateful"]
+__all__ = ["broken", "config_fields", "contract", "hostile", "numerics", "online", "stateful"]

@@ -13,6 +13,8 @@ from slotline.registry.contracts import FormatExample, QuantizedWeight, WeightFo
 from slotline.registry.errors import ModelError
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.mutants.weight_format_fields import MUTANTS as FIELDS
+from slotline.testing.mutants.weight_format_fields import descriptor as gptq
 from slotline.testing.reference import weight_format as reference
 from slotline.testing.reference.weight_format import PlainCodes
 
@@ -263,10 +265,12 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("any-shape", "cuts scales of the wrong shape, or fills them up", Level.HOSTILE, AnyShape),
     _mutant("any-type", "converts codes of another dtype", Level.HOSTILE, AnyType),
     _mutant("swallows", "takes one for scales that cannot be read", Level.HOSTILE, Swallows),
+    *FIELDS,
     _mutant("tires", "gives other scales after 20 reads", Level.STATEFUL, Tires),
 )
 
 CORRECT: tuple[Correct, ...] = (
     Correct("canonical tensors are stored as they are", reference.descriptor),
     Correct("two codes are packed in a byte", reference.packed_pairs),
+    Correct("GPTQ of eight bits, every field judged", gptq),
 )
