@@ -202,6 +202,29 @@ def test_blocks_that_others_share_are_not_written_to(tiny: Tiny) -> None:
     everything_returned(llm)
 
 
+def test_a_row_that_lacks_blocks_computes_nothing_until_it_has_them(tiny: Tiny) -> None:
+    """Others hold its blocks and the pool is empty: it waits, and is compressed as if nothing had happened."""
+    want = tokens_of(engine(tiny("llama"), KEPT), [PROMPT], GREEDY)[0]
+    llm = engine(tiny("llama"), KEPT)
+    pool, group = llm.engine.scheduler.cache.pool, llm.engine.scheduler.cache.groups[0]
+    request = add(llm, "one", PROMPT, GREEDY)
+    llm.engine.step()
+    shared, taken = list(group.blocks[request.row]), pool.allocate(pool.num_free)
+    pool.share(shared)
+    compression, rows = llm.engine.extension("kv_compression"), np.array([request.row])
+    compression.before_schedule(rows)
+    assert compression.limit_tokens(rows, np.array([5])).tolist() == [0]
+    assert list(compression.requeue()) == [request]  # the last one to run gives way
+    assert compression.requeue() == []
+    pool.release(taken)
+    pool.release(shared)
+    compression.before_schedule(rows)
+    assert compression.limit_tokens(rows, np.array([5])).tolist() == [5]
+    run_all(llm)
+    assert request.output_token_ids == want
+    everything_returned(llm)
+
+
 def test_pieces_of_steps_read_the_same_slots(tiny: Tiny) -> None:
     path, pieces = tiny("llama"), {"scheduler.microbatches": 2, "scheduler.microbatch_tokens": 2}
     want = tokens_of(engine(path, AGAIN), [PROMPT, OTHER, SHORT], GREEDY)

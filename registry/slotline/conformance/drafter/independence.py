@@ -142,3 +142,16 @@ def inputs_unchanged(run: Run) -> None:
             if changed:
                 at = tuple(changed[0])
                 raise Failed(f"batch.{name} was changed at {at}: {before[name][at]} became {value[at]}")
+
+
+@check(Kind.DRAFTER, "drafter.rows.third", Level.HOSTILE, cost=0.1)
+def rows_third(run: Run) -> None:
+    """The third request of a row and those after it, equal ones and others, get the draft of an unused row."""
+    must_forget(run)
+    same, other = (random_request(run.rng, length=length) for length in (14, 23))
+    used = World(run.subject, garbage="garbage")
+    for number, request in enumerate((same, same, same, other, other, same), 1):
+        used.admit(2, request)
+        expected = world_of(run.subject, {2: request}, garbage="garbage").propose((2,))
+        same_drafts({2: request}, expected, used.propose((2,)), f"as request {number} of the row")
+        used.release(2)

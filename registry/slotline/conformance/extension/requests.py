@@ -86,6 +86,23 @@ def release_forgets(run: Run) -> None:
             raise Failed(f"step {step}: logits of rows that were released differ from those of new rows")
 
 
+@check(Kind.EXTENSION, "extension.rows.third", Level.HOSTILE, cost=0.05)
+def rows_third(run: Run) -> None:
+    """The third request of a row and those after it, with equal prompts and others, find a new row."""
+    used = ExtendedEngine(run)
+    for number, prompt_len in enumerate((7, 7, 7, 4, 4, 7), 1):
+        fresh = ExtendedEngine(run)
+        used.rng = np.random.default_rng(run.seed)
+        requests = [engine.join(prompt_len) for engine in (fresh, used)]
+        for step in range(2):
+            limits, logits = _answers(fresh, [requests[0].row])
+            again, others = _answers(used, [requests[1].row])
+            if not np.array_equal(limits, again) or not torch.equal(logits, others):
+                raise Failed(f"step {step} of request {number} of a row: limits or logits are not those of a new one")
+        used.leave(requests[1])
+        used.call("check")
+
+
 @check(Kind.EXTENSION, "extension.release.others", Level.HOSTILE, cost=0.02)
 def release_others(run: Run) -> None:
     """The end of a request changes nothing for the others."""

@@ -140,3 +140,23 @@ def saves_finish(run: Run) -> None:
     loads = [pool.wanted(0, f"{i}", 40 + i) for i in range(4) if pool.held(0, [f"{i}"])[0]]
     if failed := pool.step((), loads):
         raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.blocks.third", Level.HOSTILE, cost=0.05)
+def blocks_third(run: Run) -> None:
+    """The third save, load and reset of a name, and those after it, are as good as the first."""
+    pool = Pool(run)
+    for number in range(1, 5):
+        pool.step([pool.block(0, "same", 4 + number), pool.block(0, f"other {number}", 20)], ())
+        for load in range(1, 5):
+            names = [name for name in ("same", f"other {number}") if pool.held(0, [name])[0]]
+            if failed := pool.step((), [pool.wanted(0, name, 30 + i) for i, name in enumerate(names)]):
+                raise Failed(f"blocks {sorted(failed)} failed in load {load} of save {number}, and were held")
+    for number in range(1, 5):
+        pool.connector.reset()
+        if any(pool.held(0, ["same", "other 1"])):
+            raise Failed(f"after reset {number} something is held")
+        pool.known.clear()
+        pool.step([pool.block(0, "same", 5)], ())
+        if pool.held(0, ["same"])[0] and pool.step((), [pool.wanted(0, "same", 31)]):
+            raise Failed(f"what was saved after reset {number} failed to load, and was held")

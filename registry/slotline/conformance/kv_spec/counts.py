@@ -122,3 +122,21 @@ def answers_deterministic(run: Run) -> None:
                     f"{name}({tokens}) is {found} if the questions come in random order, {expected[tokens]} in rising "
                     f"order: the spec serves many requests at a time"
                 )
+
+
+@check(Kind.KV_SPEC, "kv_spec.blocks.third", Level.HOSTILE, cases=every_kind_cases, cost=0.02)
+def blocks_third(run: Run) -> None:
+    """The third answer to a question and those after it are the first one, whatever was asked between."""
+    group = build_group(run)
+    lengths = sorted({0, 1, group.block_size, group.block_size + 1, group.max_model_len})
+    first: dict[int, tuple[int, int, int]] = {}
+    for number in range(1, 6):
+        for length in lengths if number % 2 else reversed(lengths):
+            spec = group.spec
+            freed = spec.blocks_freeable(min(length, group.max_model_len - 1))
+            found = spec.blocks_needed(length), freed, spec.max_blocks_held()
+            if found != first.setdefault(length, found):
+                raise Failed(
+                    f"{length} tokens need, free and hold {found} blocks when asked for the {number}th time, "
+                    f"{first[length]} at first; {group.describe()}"
+                )

@@ -90,6 +90,19 @@ def reload_reads_the_folder_again(run: Run) -> None:
     world.compare(world.whole(model, text), second, "after reload_weights of the folder that was read last")
 
 
+@check(Kind.MODEL_FAMILY, "model_family.reload.third", Level.HOSTILE, cases=by_example, cost=0.8)
+def the_third_reload_is_as_the_first(run: Run) -> None:
+    """Two folders in turn, the same one twice among them: each reload gives the numbers of its folder."""
+    world = FamilyWorld(run)
+    folders = (world.folder(0), world.folder(1))
+    model = _reloadable(world.load(folders[0]))
+    text = world.text(model, run.rng, 8)
+    expected = [world.whole(world.load(folder), text) for folder in folders]
+    for number, which in enumerate((1, 0, 1, 1, 0), 1):
+        model.reload_weights(folders[which])
+        world.compare(world.whole(model, text), expected[which], f"after reload {number}, of folder {which}")
+
+
 @check(Kind.MODEL_FAMILY, "model_family.reload.refused", Level.HOSTILE, cases=by_example, cost=0.8)
 def a_reload_that_cannot_be_changes_nothing(run: Run) -> None:
     """Weights that are missing or do not fit are refused by a ModelError, and the old ones stay as they were."""

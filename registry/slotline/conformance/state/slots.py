@@ -60,6 +60,19 @@ def reused(run: Run) -> None:
     session.step([(successor, 1), (neighbour, 1)])
 
 
+@check(Kind.STATE, "state.slots.third", Level.HOSTILE, cases=by_kind, profile="prefill", cost=0.1)
+def third(run: Run) -> None:
+    """The third request of a slot and those after it, with equal tokens and others, see nothing of those before."""
+    session = hostile(run)
+    neighbour, count = session.request(4), min(3, most_tokens(run.subject))
+    session.feed([(neighbour, 3)])
+    session.request(3)
+    for number, seed in enumerate((5, 5, 5, 6, 5), 1):
+        successor = session.request_in_place(3, f"request {number} in slot 3")
+        session.step_with([(successor, session.tokens(count, seed)), (neighbour, session.tokens(1, 100 + number))])
+        session.step([(neighbour, 1), (successor, 1)])
+
+
 @check(Kind.STATE, "state.padding.rows", Level.HOSTILE, cases=by_kind, profile="mixed", cost=0.08)
 def padding_rows(run: Run) -> None:
     """Rows with slot -1, with and without tokens, at the front, in the middle and at the end, change no slot."""

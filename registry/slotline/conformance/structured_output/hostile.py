@@ -153,3 +153,19 @@ def compile_threads(run: Run) -> None:
         grammars = list(pool.map(lambda example: world.backend.compile(example.constraint), examples))
     for example, grammar in zip(examples, grammars, strict=True):
         world.expect(world.mask(world.backend.start(grammar)), example.language, b"", example.name)
+
+
+@check(Kind.STRUCTURED_OUTPUT, "structured_output.grammars.third", Level.HOSTILE, cases=by_example, cost=0.3)
+def grammars_third(run: Run) -> None:
+    """States of a compiled grammar that follow one another, and the constraint compiled again, begin from nothing."""
+    world, example, rng = World(run.subject), example_named(run["example"]), run.rng
+    tokens = world.split(example.constraint, some_texts(example, rng, 1)[0], rng)
+    for compilation in range(1, 5):
+        grammar = world.backend.compile(example.constraint)
+        for use in range(1, 5 if compilation == 1 else 2):
+            where = f"{run['example']}, compiled {compilation} times, state {use} of it"
+            state = world.backend.start(grammar)
+            world.expect(world.mask(state), example.language, b"", where)
+            state.accept(tokens)
+            world.expect(world.mask(state), example.language, world.text(tokens), where)
+            del state

@@ -30,6 +30,27 @@ from slotline.testing.reference.drafter import (
 # --- prompt lookup, which has no state and no probabilities
 
 
+class FourthRequestOfARow(PromptLookup):
+    """The fourth request of a row gets what the third one was read as."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.admitted: dict[int, int] = {}
+        self.last: dict[int, torch.Tensor] = {}
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        super().admit(row, prompt_token_ids)
+        self.admitted[row] = self.admitted.get(row, 0) + 1
+
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        found = super().histories(batch)
+        for place, row in enumerate(batch.rows.tolist()):
+            if self.admitted.get(row, 0) == 4:
+                found[place] = self.last.get(row, found[place])
+            self.last[row] = found[place].clone()
+        return found
+
+
 class ReadsOneBeyond(PromptLookup):
     def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
         lengths = batch.num_tokens.tolist()
@@ -622,6 +643,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("no-singles", "misses steps of one token", Level.HOSTILE, SkipsSingleTokens),
     _mutant("no-preempt", "declares a state and has no preempt", Level.CONTRACT, NoPreempt),
     *HEADS,
+    _mutant("fourth-request", "reads the third request of a row for the fourth", Level.HOSTILE, FourthRequestOfARow),
     _mutant("blind-state", "declares a state and sees no steps", Level.CONTRACT, TokenState, _STATE_OF_NOTHING),
 )
 

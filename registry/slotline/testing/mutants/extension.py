@@ -172,6 +172,18 @@ class Starves(SlowStart):
         return np.where(rows == 3, 0, super().limit_tokens(rows, counts))
 
 
+class FourthRequest(SlowStart):
+    def __init__(self, context: ExtensionContext) -> None:
+        super().__init__(context)
+        self.requests = np.zeros(len(self.steps), np.int64)
+
+    def admit(self, request: Any) -> None:
+        super().admit(request)
+        self.requests[request.row] += 1
+        if self.requests[request.row] == 4:
+            self.steps[request.row] = 2
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any, **offer: Any) -> Mutant:
     base = (
         reference.everywhere if isinstance(factory, type) and issubclass(factory, Everywhere) else reference.descriptor
@@ -211,6 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("keeps-steps", "a row keeps what its last request left", Level.HOSTILE, KeepsSteps),
     _mutant("releases-all", "the end of one request is that of all", Level.HOSTILE, ReleasesAll),
     _mutant("releases-once", "a row that was never prepared cannot be released", Level.HOSTILE, ReleasesOnce),
+    _mutant("fourth-request", "the fourth request of a row goes on from two steps", Level.HOSTILE, FourthRequest),
     _mutant("starves", "a row never gets its turn", Level.STATEFUL, Starves),
 )
 

@@ -295,6 +295,30 @@ class HoldsWhatItCouldNotWrite(FileBlocks):
         super().load(one for one in loads if (file := self.file(one.group, one.block_hash)).exists() or file not in own)
 
 
+class ThirdLoadFrees(FewBlocks):
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        loads = list(loads)
+        super().load(loads)
+        for one in loads:
+            key = self.key(one.group, one.block_hash)
+            self.uses[key] = self.uses.get(key, 0) + 1
+            if self.uses[key] == 3 and key in self.rows:
+                self.rows[key] = torch.zeros_like(self.rows[key])
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.uses: dict[Key, int] = {}
+
+
+class ThirdResetIsLate(FewBlocks):
+    resets = 0
+
+    def reset(self) -> None:
+        self.resets += 1
+        if self.resets != 3:
+            super().reset()
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     right = reference.later if issubclass(factory, LaterBlocks) else reference.descriptor
     right = reference.lasting if issubclass(factory, LastingBlocks) else right
@@ -339,6 +363,8 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("drops-saved-again", "loses what is saved twice", Level.HOSTILE, DropsWhatIsSavedAgain),
     _mutant("keeps-through-reset", "holds blocks of the old weights", Level.HOSTILE, KeepsThroughReset),
     _mutant("resets-names", "finds old bytes under new names", Level.HOSTILE, ResetsTheNamesAlone),
+    _mutant("third-load", "gives a block's room away when it was loaded three times", Level.HOSTILE, ThirdLoadFrees),
+    _mutant("third-reset", "the third reset keeps what is held", Level.HOSTILE, ThirdResetIsLate),
     _mutant("forgets-when-full", "writes over the newest block and keeps its name", Level.STATEFUL, ForgetsWhenFull),
 )
 

@@ -737,6 +737,20 @@ class ReloadsKept(ReferenceModel):
             super().reload_weights(path)
 
 
+class ThirdReload(ReferenceModel):
+    """The third reload reads the folder and does not use it."""
+
+    reloads = 0
+
+    def reload_weights(self, path: Path | None = None) -> None:
+        self.reloads += 1
+        kept = {name: tensor.clone() for name, tensor in self.weights.items()}
+        super().reload_weights(path)
+        if self.reloads == 3:
+            for name, tensor in self.weights.items():
+                tensor.copy_(kept[name])
+
+
 class Tires(ReferenceModel):
     steps = 0
 
@@ -884,6 +898,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("reloads-nothing", "reads weights again and does not use them", L2, ReloadsNothing),
     _mutant("reloads-first", "reads the first folder again after another", L2, ReloadsFirst),
     _mutant("reloads-half", "copies weights before all are checked", L2, ReloadsHalf),
+    _mutant("third-reload", "reads weights for the third time and does not use them", L2, ThirdReload),
     _mutant("reloads-kept", "does not read a folder a second time", L2, ReloadsKept),
     _mutant("tires", "gives other numbers after 40 steps", L3, Tires),
     _mutant("crowded", "is a position late in steps of four texts and more", L3, Crowded),

@@ -216,6 +216,24 @@ class SpecialTokensAreText(ChoiceBackend):
 
 with attrs.validators.disabled():  # or it could not be made
     _LISTED: Any = attrs.evolve(descriptor.capabilities, constraints=["choice"])  # type: ignore[arg-type]
+
+
+class UsedState(ChoiceBackend):
+    """Gives the third state of a compiled grammar out again for the fourth, as it was left."""
+
+    def __init__(self, context: StructuredOutputContext) -> None:
+        super().__init__(context)
+        self.given: dict[int, list[ChoiceState]] = {}
+        self.kept: list[Choices] = []
+
+    def start(self, grammar: Choices) -> ChoiceState:
+        if not any(grammar is one for one in self.kept):
+            self.kept.append(grammar)  # so that no other grammar gets its id
+        given = self.given.setdefault(id(grammar), [])
+        given.append(given[2] if len(given) == 3 else ChoiceState(self, grammar))
+        return given[-1]
+
+
 MUTANTS = (
     _mutant("never-ends", "an end of sequence is never legal", Level.NUMERICS, _starting(NeverEnds)),
     _mutant("ends-anywhere", "an end of sequence is always legal", Level.NUMERICS, _starting(EndsAnywhere)),
@@ -236,6 +254,7 @@ MUTANTS = (
         "wrong-drafts", "a wrong draft is an error", Level.HOSTILE, _with("WrongDrafts", fill=_fails_on_wrong_drafts)
     ),
     _mutant("last-word", "the last bits are always 1", Level.NUMERICS, _with("LastWord", write=_last_word_free)),
+    _mutant("used-state", "the fourth state of a grammar is the used third", Level.HOSTILE, UsedState),
     _mutant("shared-state", "one state for all requests of a grammar", Level.NUMERICS, SharedState),
     _mutant("one-compiler", "two compilations at a time mix", Level.HOSTILE, CompilesInPlace),
     _mutant("fixed-width", "the logits are as wide as the tokenizer", Level.HOSTILE, FixedWidth),

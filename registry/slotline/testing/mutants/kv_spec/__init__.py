@@ -68,6 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "held-too-few", "forgets that a window may begin in the middle of a block", Level.NUMERICS, blocks.HoldsTooFew
     ),
     _mutant("never-frees", "says that it is exact and frees nothing", Level.NUMERICS, blocks.HoldsForever),
+    _mutant("third-answer", "the third answer to a question is another one", Level.HOSTILE, blocks.ThirdAnswer),
     _mutant("frees-early", "gives back one block too many", Level.NUMERICS, blocks.FreesOneEarly),
     _mutant("window-less-one", "takes a window of W for W - 1 tokens", Level.NUMERICS, blocks.WindowWithoutTheQuery),
     _mutant("rounds-up", "gives back a block that the window has half left", Level.NUMERICS, blocks.RoundsUp),

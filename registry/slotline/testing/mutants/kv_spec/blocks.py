@@ -153,3 +153,14 @@ class TrustsTheLastBlock(WindowedSpec):
 class DropsTheLastBlock(WindowedSpec):
     def prefix_hit(self, hashes: Sequence[BlockHash], lookup: Lookup) -> list[int]:
         return super().prefix_hit(hashes, lookup)[: max(0, len(hashes) - 1)]
+
+
+class ThirdAnswer(WindowedSpec):
+    def __init__(self, context: KVSpecContext) -> None:
+        super().__init__(context)
+        self.asked: dict[int, int] = {}
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        self.asked[num_tokens] = self.asked.get(num_tokens, 0) + 1
+        found = super().blocks_needed(num_tokens)
+        return found + 1 if self.asked[num_tokens] == 3 and num_tokens == self.block_size else found

@@ -182,6 +182,20 @@ class SpillsOver(ReferenceState):
                 value.as_strided((1,), (1,), behind).zero_()
 
 
+class ThirdNotReset(ReferenceState):
+    def __init__(self, context: StateContext) -> None:
+        super().__init__(context)
+        self.starts: dict[tuple[str, int], int] = {}
+
+    def initial(self, layer: StateLayer, state: Tensors, row: Row) -> State:
+        if not row.has_initial_state:
+            key = layer.name, row.slot
+            self.starts[key] = self.starts.get(key, 0) + 1
+            if self.starts[key] == 3:
+                return {name: value[row.slot].float() for name, value in state.items()}
+        return super().initial(layer, state, row)
+
+
 MUTANTS = (
     mutant("reset-by-first-row", ResetByFirstRow, Level.NUMERICS, "mamba2"),
     mutant("slot-of-first-row", FirstSlot, Level.NUMERICS, "mamba1"),
@@ -191,6 +205,7 @@ MUTANTS = (
     mutant("state-not-reset", NotReset, Level.HOSTILE, "mamba2"),
     mutant("conv-state-not-reset", NotReset, Level.HOSTILE, "short_conv"),
     mutant("single-token-not-reset", SingleTokenNotReset, Level.HOSTILE, "gated_delta"),
+    mutant("third-not-reset", ThirdNotReset, Level.HOSTILE, "mamba2"),
     mutant("padding-writes-last-slot", PaddingWritesLast, Level.HOSTILE, "mamba1"),
     mutant("padding-writes-first-slot", PaddingWritesFirst, Level.HOSTILE, "short_conv"),
     mutant("stops-at-padding", StopsAtPadding, Level.HOSTILE, "gated_delta"),
