@@ -18,6 +18,8 @@ from tool_model import CITY, EMPTY, make_tool_model
 
 from slotline.cli import main
 from slotline.core import LLM, SamplingParams
+from slotline.planner.plan import SMALL_MODEL
+from slotline.registry.contracts import DrafterContext
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 from slotline.testing.check import Level
@@ -160,6 +162,35 @@ def test_it_conforms(kind: Kind) -> None:
     records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL, only=in_small)
     assert [f"{record.id} {record.case}: {record.reason}" for record in records if record.bad] == []
     assert level_reached(records) is (Level.HOSTILE if kind is Kind.RESPONSE_PARSER else Level.STATEFUL)
+
+
+@pytest.mark.spread(1, slow=1)
+def test_its_block_drafter_conforms() -> None:
+    records = check_plugin("acme_blocks")
+    bad = [f"{record.key}: {record.reason}" for record in records if record.bad]
+    assert bad == []
+    assert level_reached(records) is Level.ENGINE
+
+
+def test_its_block_drafter_drafts_in_blocks_and_gives_the_same_text(tmp_path: Path, built_in: list[list[int]]) -> None:
+    """Whether its guesses are taken or not: they are random here."""
+    from acme_slotline.blocks import BlockDrafter
+
+    sizes: dict[str, Any] = {
+        "num_tokens": 3,
+        "max_requests": 4,
+        "max_model_len": 256,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    config = json.loads((SMALL_MODEL / "config.json").read_text(encoding="utf-8"))
+    sizes |= {"vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"]}
+    BlockDrafter.write_example(tmp_path, DrafterContext(contract=1, device="cpu", dtype="float32", **sizes))
+    settings = {"drafter.name": "acme_blocks", "drafter.path": str(tmp_path), "drafter.tokens": 3}
+    llm = LLM(backend="torch", **SMALL, **settings, **{"drafter.adaptive": False})
+    assert tokens(llm) == built_in
+    assert llm.engine.extension("drafts").drafting.counts.proposed > 20
+    assert llm.engine.extension("drafts").drafting.counts.failures == 0
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ CAPABILITIES = AttentionCapabilities(
     ),
     bounded_lengths=True,
     several_plans=True,
+    any_strides=True,
     priority=100,
     priority_reason="4 to 10 times as fast as `torch` in decode, 2 to 3 in prefill: reads the cache in place",
 )

@@ -42,6 +42,7 @@ descriptor = Descriptor(
         limits=LIMITS,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         several_plans=True,
+        any_strides=True,
         priority=5,
         priority_reason="gathers the cache before it computes, and compiles for each shape of layer",
     ),

@@ -39,6 +39,7 @@ descriptor = Descriptor(
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
         soft_cap=Flag(True),
+        any_strides=True,
         sinks=Flag(True),
         cache_formats=Set((KEY_BOUNDS,)),
         exact=Flag(False, "decodes read the `top_blocks` blocks of each KV head with the largest possible scores"),

@@ -92,6 +92,7 @@ descriptor = Descriptor(
         ),
         bounded_lengths=True,
         several_plans=True,
+        any_strides=True,
         priority=10,
         priority_reason="runs everywhere, gathers the cache before it computes",
     ),

@@ -65,6 +65,10 @@ def by_shape(subject: Subject) -> Iterable[Case]:
     ]
 
 
+PARTS = ("query", "key", "table", "out")
+"""Tensors whose strides are unusual, one at a time."""
+
+
 @check(Kind.ATTENTION, "attention.hostile", Level.HOSTILE, cases=by_shape)
 def hostile(run: Run) -> None:
     """Permuted blocks, NaN where nothing may be read, strided K and V, padded rows and empty requests, all at once."""
@@ -277,6 +281,54 @@ def parts_of_wider_tensors(run: Run) -> None:
     made.check(out, run=run)
     if not bool((wide[:, -64:] == 7.0).all()):
         raise Failed("forward wrote beside out, which is a part of a wider tensor")
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.strides.any",
+    Level.HOSTILE,
+    cases=lambda _: [{"part": part, "shape": shape} for part in PARTS for shape in ("decode", "chunk")],
+    profile="mixed",
+)
+def any_strides(run: Run) -> None:
+    """With any_strides: a query or a key expanded over heads, a table that is a slice, out by head and with gaps."""
+    if not run.subject.capabilities.any_strides:
+        raise NotApplicable("tokens and heads lie behind each other: any_strides is not declared")
+    if run["shape"] != "decode":
+        need_query(run.subject, 2)
+    made = world(run, chosen(run, SHAPES[run["shape"]], padding=0))
+    case, heads, part = made.case, made.layer.num_heads, run["part"]
+    if part == "query":
+        made.queries = [query[:, :1].expand(-1, heads, -1) for query in made.queries]
+    if part == "key":
+        made.keys = [key[:, :1].expand(-1, case.num_kv_heads, -1) for key in made.keys]
+        for request in range(len(case.requests)):
+            made.store(request)
+    if part == "table":
+        made.batch = evolve(made.batch, block_table=_slice_of(made.block_table))
+    query, key, value = made.new_tokens()
+    query = query[:, :1].clone().expand(-1, heads, -1) if part == "query" else query
+    key = key[:, :1].clone().expand(-1, case.num_kv_heads, -1) if part == "key" else key
+    wide = query.new_full((heads + 1, len(query) + 2, made.layer.head_size_v + 8), 7.0)
+    inner = wide[1:, 1:-1, :-8]
+    out = inner.transpose(0, 1) if part == "out" else torch.empty_like(inner.transpose(0, 1).contiguous())
+    backend, more = build(run, case), made.inputs()
+    with threads(1):
+        plan = backend.plan(made.batch)
+        if not writes_cache(run):
+            backend.write(made.layer, key, value, made.cache, plan, **more)
+        backend.forward(made.layer, query, key, value, made.cache, plan, out, made.sinks, **more)
+    made.check(out, run=run)
+    inner.fill_(7.0)
+    if not bool((wide == 7.0).all()):
+        raise Failed("forward wrote between the heads of out, or beside it")
+
+
+def _slice_of(table: torch.Tensor) -> torch.Tensor:
+    """Return a block table as a slice of columns of a wider one, which holds null blocks."""
+    wide = table.new_zeros(table.shape[0] + 1, table.shape[1] + 7)
+    inner = wide[1:, 5:-2]
+    return inner.copy_(table)
 
 
 @check(Kind.ATTENTION, "attention.layers.share_plan", Level.HOSTILE)

@@ -189,6 +189,10 @@ class AttentionCapabilities:
             computes them may then store them itself, and `write` is not called.
         several_plans: True if a plan stays valid after `plan` was called for another batch. A step can then have one
             plan for all its query tokens and one for some of them.
+        any_strides: True if the tokens and the heads of query, key, value and `out` may have any strides, zero of an
+            expanded query, key or value among them, and the block table may be a slice of a wider one. Without it heads
+            of query, value and `out` lie behind each other, as merged projections have them. The last dimension is
+            contiguous in any case.
         bounded_lengths: True if the lengths on the host (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
             bounds while `seq_lens` on the device is exact. The host then prepares a step before it knows the accepted
             drafts of the previous step. Nothing may be read, written or masked by the host's lengths.
@@ -244,6 +248,7 @@ class AttentionCapabilities:
     writes_cache: bool = False
     plain_writes: bool = False
     several_plans: bool = False
+    any_strides: bool = False
     bounded_lengths: bool = False
     lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)

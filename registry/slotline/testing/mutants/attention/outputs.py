@@ -146,6 +146,48 @@ class DenseQuery(_Forward):
         return super().inner(layer, query.as_strided(query.shape, torch.empty(query.shape).stride()), *rest)
 
 
+class DenseHeadsOfQuery(_Forward):
+    """Takes the heads of a query for rows that lie behind each other: an expanded query is read wrongly."""
+
+    def inner(self, *given: Any) -> torch.Tensor | None:
+        layer, query, *rest = given
+        size = query.shape[2]
+        backing = query.untyped_storage().nbytes() // query.itemsize
+        read = torch.arange(len(query))[:, None] * query.stride(0) + torch.arange(query.shape[1] * size)
+        places = (query.storage_offset() + read).clamp(max=backing - 1)
+        flat = query.as_strided((backing,), (1,), 0)
+        return super().inner(layer, flat[places].view(query.shape), *rest)
+
+
+class DenseHeadsOfOut(_Forward):
+    """Takes the heads of `out` for rows that lie behind each other."""
+
+    def around(self, out: torch.Tensor, plan: Plan, query: torch.Tensor, run: Any) -> torch.Tensor | None:
+        found: torch.Tensor | None = run(own := torch.empty_like(out, memory_format=torch.contiguous_format))
+        for token, row in enumerate(own):
+            out[token].as_strided((row.numel(),), (1,)).copy_(row.flatten())
+        return found
+
+
+class DenseTable(EagerAttention):
+    """Takes the rows of the block table for as long as it is wide."""
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        table = batch.block_table
+        if table.numel():
+            table = table.as_strided(table.shape, (table.shape[1], 1))
+        return super().plan(evolve(batch, block_table=table))
+
+
+class FirstHeadWritten(EagerAttention):
+    """Takes an expanded key for one of a single head."""
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        if key.stride(1) == 0 and key.shape[1] > 1:
+            key = torch.cat([key[:, :1], torch.zeros_like(key[:, 1:])], 1)
+        super().write(layer, key, value, cache, plan)
+
+
 class ClampsTable(EagerAttention):
     """Replaces entries of the block table that lie past a request's end, in place."""
 
@@ -260,6 +302,10 @@ MUTANTS = (
     mutant("out-overrun", L1, "rows behind the output are written", WritesBehindOut),
     mutant("out-taken-as-dense", L2, "the strides of out are ignored", DenseOut),
     mutant("query-taken-as-dense", L2, "the strides of the query are ignored", DenseQuery),
+    mutant("heads-of-query-dense", L2, "the stride of a query's heads is ignored", DenseHeadsOfQuery, any_strides=True),
+    mutant("heads-of-out-dense", L2, "the stride of out's heads is ignored", DenseHeadsOfOut, any_strides=True),
+    mutant("table-taken-as-dense", L2, "the stride of the block table is ignored", DenseTable, any_strides=True),
+    mutant("expanded-key-once", L2, "an expanded key is stored in the first head", FirstHeadWritten, any_strides=True),
     mutant("query-scaled-in-place", L1, "the query is changed", ScalesQueryInPlace),
     mutant("query-padding-filled", L2, "padded rows of the query are changed", FillsPaddingOfQuery),
     mutant("block-table-cleaned", L2, "unused entries of the block table are changed", ClampsTable),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry import Align, Choice, ContractRange, Descriptor, Flag, Kind, Range, Set
+from slotline.registry import Align, Choice, ContractRange, Descriptor, Flag, Kind, Max, Range, Set
 from slotline.registry.contracts import (
     AttentionCapabilities,
     CommunicatorCapabilities,
@@ -48,6 +48,24 @@ repeat = Descriptor(
     capabilities=DrafterCapabilities(devices=Set(("cpu",)), needs_history=True),
     factory="acme_slotline.repeat:RepeatDrafter",
     summary="what followed the newest token when it last came up",
+)
+
+blocks = Descriptor(
+    kind=Kind.DRAFTER,
+    name="acme_blocks",
+    contract=ContractRange(1, 1),
+    capabilities=DrafterCapabilities(
+        devices=Set(("cpu",)),
+        max_tokens=Max(8),
+        needs_layers=True,
+        needs_computed=True,
+        needs_kv_group=True,
+        needs_checkpoint=True,
+        block_attention="full",
+        on_device=True,
+    ),
+    factory="acme_slotline.blocks:BlockDrafter",
+    summary="block diffusion: masks that become tokens in two passes",
 )
 
 ban = Descriptor(
