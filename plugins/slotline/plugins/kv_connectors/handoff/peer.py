@@ -21,7 +21,7 @@ from attrs import define
 
 from slotline.plugins.kv_connectors.handoff.items import output_of
 from slotline.plugins.kv_connectors.handoff.nixl_memory import FarMemory
-from slotline.plugins.kv_connectors.handoff.store import HEADER
+from slotline.plugins.kv_connectors.handoff.store import HEADER, checksum_of
 from slotline.plugins.kv_connectors.handoff.wire import VERSION, fill, named, receive, send
 from slotline.registry.contracts import CacheBlock
 
@@ -232,7 +232,7 @@ class Peer:
         good = {
             block.block: row
             for (block, _, checksum), row in zip(found, rows, strict=True)
-            if zlib.crc32(_view(row)) == checksum
+            if checksum_of(row.numpy()) == checksum
         }
         if len(good) < len(found):
             text = "kv_connector.handoff: %d blocks of %s:%d have other checksums"
