@@ -57,9 +57,11 @@ def build(arguments: argparse.Namespace, settings: list[str]) -> LLM:
         max_model_len=longest,
         max_num_seqs=arguments.running + 2,
         max_num_batched_tokens=max(arguments.length, 2048),
-        overrides=[f"graphs.sizes=[{arguments.running}]", *settings, *arguments.settings],
-        **{"load.format": "dummy", "observability.progress": False},
-    )
+        overrides=[
+            f"graphs.sizes=[{arguments.running}]", "load.format=dummy", "observability.progress=false",
+            *settings, *arguments.settings,
+        ],
+    )  # fmt: skip
 
 
 def bytes_of_token(folder: Path) -> int:

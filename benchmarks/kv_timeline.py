@@ -65,9 +65,8 @@ def measure(delay: float, length: int, quiet: int, folder: str) -> Timeline:
         max_model_len=max(512, length + 200),
         overrides=[
             "cache.memory=512MiB", "kv_connector.name=disk", f"kv_connector.disk.folder={folder}",
-            "kv_connector.leave_out_slow=false",
+            "kv_connector.leave_out_slow=false", "observability.progress=false",
         ],
-        **{"observability.progress": False},
     )  # fmt: skip
     engine, transfers = llm.engine, llm.engine.extension("kv_transfer").transfers
     rng = np.random.default_rng(0)

@@ -53,9 +53,11 @@ def build(arguments: argparse.Namespace, settings: list[str]) -> Any:
         dtype="bfloat16",
         max_model_len=max(arguments.length + arguments.tokens, arguments.context + arguments.steps) + 32,
         max_num_seqs=arguments.running + 8,
-        overrides=[f"graphs.sizes=[{arguments.running}]", *settings, *arguments.settings],
-        **{"load.format": "dummy", "observability.progress": False},
-    )
+        overrides=[
+            f"graphs.sizes=[{arguments.running}]", "load.format=dummy", "observability.progress=false",
+            *settings, *arguments.settings,
+        ],
+    )  # fmt: skip
 
 
 def params_of(tokens: int) -> Any:

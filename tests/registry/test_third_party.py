@@ -185,7 +185,7 @@ def test_its_block_drafter_drafts_in_blocks_and_gives_the_same_text(tmp_path: Pa
     }
     config = json.loads((SMALL_MODEL / "config.json").read_text(encoding="utf-8"))
     sizes |= {"vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"]}
-    BlockDrafter.write_example(tmp_path, DrafterContext(contract=1, device="cpu", dtype="float32", **sizes))
+    BlockDrafter.write_example(tmp_path, DrafterContext(contract=1, **sizes))
     settings = {"drafter.name": "acme_blocks", "drafter.path": str(tmp_path), "drafter.tokens": 3}
     llm = LLM(backend="torch", **SMALL, **settings, **{"drafter.adaptive": False})
     assert tokens(llm) == built_in

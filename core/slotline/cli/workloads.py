@@ -92,7 +92,7 @@ def workload(name: str | None, scale: float = 1.0) -> Workload:
     Raises:
         ConfigError: if the workload is unknown, or the scale is not above 0.
     """
-    if name not in WORKLOADS:
+    if name is None or name not in WORKLOADS:
         text = "no workload is named" if name is None else f"there is no workload {name!r}"
         raise ConfigError(text, fix=f"there are {', '.join(WORKLOADS)}")
     if not 0 < scale <= 1:
