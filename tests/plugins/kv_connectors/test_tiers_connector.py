@@ -16,6 +16,7 @@ from slotline.plugins.kv_connectors.host_memory import HostMemoryOptions
 from slotline.plugins.kv_connectors.host_memory.memory import HostMemory
 from slotline.plugins.kv_connectors.stores.block_store import Key
 from slotline.plugins.kv_connectors.stores.eviction import LeastRecentlyUsed, policy_of
+from slotline.plugins.kv_connectors.tiers import tiers
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 from slotline.registry.contracts import CacheBlock, ConnectorGroup, KVConnectorContext
 from slotline.registry.errors import NegotiationError, PluginLoadError, PluginNotFoundError
@@ -116,6 +117,25 @@ def test_three_tiers_in_a_row(tiny: Tiny, want: list[list[int]], block: int, tmp
         assert alone(llm, PROMPTS)[0] == want
     assert events_of(llm)["disk_saved"] > 0
     assert "host_memory, then shared, then disk" in " ".join(llm.plan.explain().split())
+    settled(llm)
+
+
+def test_a_step_begins_a_part_of_the_loads_of_a_tier_in_memory(
+    tiny: Tiny, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "HOST_BYTES", 1)
+    at_once = list[int]()
+    start = HostMemory.start
+    monkeypatch.setattr(
+        HostMemory, "start", lambda own, saves, loads: (at_once.append(len(loads)), start(own, saves, loads))[1]
+    )
+    llm = LLM(tiny("llama"), **TIGHT, **in_tiers("host_memory"))
+    assert alone(llm, PROMPTS)[0] == want
+    found, loaded = alone(llm, PROMPTS)
+    assert found == want
+    assert sum(loaded) > 40
+    assert max(at_once) == 1
+    assert sum(at_once) > 4
     settled(llm)
 
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -38,6 +39,9 @@ logger = logging.getLogger("slotline")
 
 FINISH_SECONDS = 10.0
 """Time after which `finish` gives up waiting for a device. An asynchronous tier has its own limit."""
+HOST_BYTES, DEVICE_BYTES = 16 * 2**20, 64 * 2**20
+"""Bytes that a step begins to load at most from a tier that copies beside steps: into caches in host memory, where it
+waits for them, and on GPUs, where it launches the copies."""
 
 
 @define(eq=False)
@@ -128,7 +132,10 @@ class Tiers:
     def __init__(self, context: KVConnectorContext) -> None:
         assert context.inner is not None
         self._promote = context.options.promote
-        self._copies = Copies(context.copy, devices_of(context))
+        devices = devices_of(context)
+        self._copies = Copies(context.copy, devices)
+        self._sizes = [group.block_bytes for group in context.groups]
+        self._most = DEVICE_BYTES if devices else HOST_BYTES
         self._saves = WatchedCopies(self._copies)
         self._tiers: list[Tier] = []
         for number, name in enumerate(context.options.tiers):
@@ -179,6 +186,8 @@ class Tiers:
         for tier in self._tiers:
             if tier.asynchronous:
                 cast("AsyncKVConnector", tier.connector).finish()
+            while tier.loads:
+                self._start(tier)
             while not all(done() for begun, _ in tier.coming for done in begun) and time.monotonic() < latest:
                 time.sleep(0.001)
 
@@ -234,7 +243,7 @@ class Tiers:
     def _start(self, tier: Tier) -> None:
         """Start what a tier has to do. Tiers above have been started: what they give up is known."""
         saves, tier.saves = tier.saves, []
-        loads, tier.loads = tier.loads, []
+        loads = self._part(tier)
         if not saves and not loads:
             return
         try:
@@ -251,8 +260,23 @@ class Tiers:
             tier.copy.rows.clear()
             tier.copy.begun = []
 
+    def _part(self, tier: Tier) -> list[CacheBlock]:
+        """Take the loads that a step begins, of those that the tier has to do.
+
+        To begin copies takes the host's time, which the step lasts longer by. An asynchronous tier sees to that itself,
+        and one that copies in the order of the stream must copy all in the step that asks for them.
+        """
+        count = len(tier.loads)
+        if tier.copy.beside:
+            sizes = accumulate(self._sizes[one.group] for one in tier.loads)
+            count = min(count, 1 + sum(size < self._most for size in sizes))
+        loads, tier.loads = tier.loads[:count], tier.loads[count:]
+        return loads
+
     def _arrived_of(self, number: int, tier: Tier) -> set[int]:
-        """Return the blocks that have arrived from a tier."""
+        """Return the blocks that have arrived from a tier, and begin more of its loads."""
+        if tier.loads:
+            self._start(tier)
         if tier.asynchronous:
             arrived = set(cast("AsyncKVConnector", tier.connector).arrived()) & self._of.keys()
         else:
