@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from attrs import define
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 512
 """Launches, or shapes, that are remembered; then all are forgotten, as under shapes that never come again."""
@@ -132,10 +131,14 @@ class Boxes:
 
     Args:
         box: the shape of a box.
-        make: a descriptor of a tensor, its shape, its strides and a box: Triton's class, or Gluon's with a layout.
+        make: a descriptor of a tensor, its shape, its strides and a box: Gluon's with a layout, or None for Triton's.
     """
 
-    def __init__(self, box: Sequence[int], make: Callable[..., Any] = TensorDescriptor) -> None:
+    def __init__(self, box: Sequence[int], make: Callable[..., Any] | None = None) -> None:
+        if make is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor  # here: a CPU has no Triton
+
+            make = TensorDescriptor
         self._box, self._make = list(box), make
         self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
 
