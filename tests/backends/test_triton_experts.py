@@ -148,6 +148,7 @@ for (kind, of_codes), block in zip(sorted(codes), itertools.cycle(_BLOCKS)):
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_a_card() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILING]

@@ -116,6 +116,7 @@ def test_a_sound_plugin_that_cannot_run_here_is_optional_and_a_broken_one_a_fail
     assert found["g"].why_not == "the probe says no"
     assert "broken probe" in found["h"].text
     monkeypatch.setattr(doctor, "_CHECKS", (("plugins", lambda: iter(findings[:4])),))
+    monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))  # nothing was timed
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "lora plugins"

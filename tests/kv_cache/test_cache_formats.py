@@ -208,6 +208,7 @@ def test_shared_prefixes_and_blocks_from_host_memory_keep_their_scales(tiny: Tin
     assert all(output.metrics.num_cached_tokens for output in outputs if len(output.prompt_token_ids) > 8)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "change", "mean"), [("int8", 0.02, 0.005), ("fp8_token_head", 0.06, 0.01), ("int4", 0.25, 0.06)]
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import plain_torch
 import pytest
+import unrounded_cpu
 from engine_driver import GREEDY, random_prompts
 
 from slotline.backends.linear.vnni_kernels import lanes
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
 SMALL: dict[str, Any] = {"block_size": 4, "scheduler.max_batched_tokens": 24, "optimize": True}
 PLAIN: dict[str, Any] = {"backend": "plain_torch", "plugins": [f"{plain_torch.__file__}:descriptor"]}
+UNROUNDED: dict[str, Any] = {"backend": "unrounded_cpu", "plugins": [f"{unrounded_cpu.__file__}:descriptor"]}
 FAMILIES = {
     "llama": ("rotary",),
     "qwen3": ("norm", "rotary"),
@@ -94,7 +96,7 @@ def test_a_rounded_output_is_multiplied_by_quantized_weights_as_one_that_the_pro
         pytest.skip("this processor has no dot product of bytes")
     path = tiny("qwen3")
     quantized = {**SMALL, "weights.quantize": "int8", "weights.activation": "int8", "weights.linear": "vnni"}
-    rounding, plain = (engines(path, **{**quantized, **way}) for way in ({"backend": "cpu"}, PLAIN))
+    rounding, plain = (engines(path, **{**quantized, **way}) for way in ({"backend": "cpu"}, UNROUNDED))
     with calls_of(rounding) as calls:
         texts = tokens(rounding)
     assert texts == tokens(plain)

@@ -35,9 +35,9 @@ def attended(llm: LLM) -> Iterator[dict[int, list[int]]]:
     seen: dict[int, list[int]] = {}
 
     def counting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(layer: Any, query: torch.Tensor, *rest: Any) -> Any:
+        def forward(layer: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
             seen.setdefault(layer.index, []).append(len(query))
-            return original(layer, query, *rest)
+            return original(layer, query, *rest, **more)
 
         return forward
 

@@ -37,6 +37,7 @@ def test_each_token_is_in_one_shard_and_its_local_length_counts_those_before_it(
         assert local_lens(np.arange(201), shard, num_shards, size).tolist() == want
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("requests", [DECODES, MIXED], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("backend", "num_shards"), [("torch", 2), ("cpu", 3), ("flex", 2)])

@@ -36,6 +36,7 @@ def settings_of(drafter: str, name: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("drafter", "name"),
     [("BlockReader", "block_reader"), ("AttendsFirst", "attends_first"), ("CausalReader", "causal_reader")],

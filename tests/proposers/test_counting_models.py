@@ -61,6 +61,7 @@ def test_a_head_counts_too(tmp_path: Path, right: int | None, length: float, eng
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 4}
     target, head = folder(tmp_path / "target", None, **shape), tmp_path / "head"
     config = {**SHAPE, **shape, "vocab_size": 3400, "draft_vocab_size": 1800, "head_dim": 64}
+    config["num_hidden_layers"] = 1
     head.mkdir()
     (head / "config.json").write_text(json.dumps(config))
     weights = Eagle3Head(read_config(head)).state_dict()

@@ -164,7 +164,7 @@ def test_it_conforms(kind: Kind) -> None:
     assert level_reached(records) is (Level.HOSTILE if kind is Kind.RESPONSE_PARSER else Level.STATEFUL)
 
 
-@pytest.mark.spread(1, slow=1)
+@pytest.mark.exhaustive
 def test_its_block_drafter_conforms() -> None:
     records = check_plugin("acme_blocks")
     bad = [f"{record.key}: {record.reason}" for record in records if record.bad]

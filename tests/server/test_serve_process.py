@@ -71,6 +71,7 @@ def systemd() -> Iterator[socket.socket]:
         yield heard
 
 
+@pytest.mark.slow
 def test_a_unix_socket_the_access_log_and_what_systemd_hears(
     tmp_path: Path, systemd: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

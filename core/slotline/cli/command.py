@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -95,13 +96,13 @@ def warn(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
-def print_header(loaded: LoadedConfig, registry: PluginRegistry | None = None) -> None:
-    """Print the lines that plugins have for the head of a report (`slotline_report_header`)."""
+def print_header(loaded: LoadedConfig, registry: PluginRegistry | None = None, width: int | None = None) -> None:
+    """Print the lines that plugins have for the head of a report (`slotline_report_header`), in so many columns."""
     from slotline.registry.discovery import PluginRegistry
 
     registry = registry or PluginRegistry.discover(loaded, tolerant=True)
     for line in registry.hooks.report_header(loaded.config):
-        print(line)
+        print(line if width is None else fill(line, width, subsequent_indent="  "))
 
 
 def print_inline(loaded: LoadedConfig) -> None:

@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plan.to_json())
     else:
-        print_header(planned.loaded, planned.registry)
+        print_header(planned.loaded, planned.registry, arguments.width)
         print(plan.explain(arguments.width), end="")
     return 0
 

@@ -54,7 +54,9 @@ class Transformers:
         torch.set_num_threads(job["threads"])
         self.torch, self.device = torch, job["device"]
         options = {"attn_implementation": "sdpa", **job["options"]}
-        model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=getattr(torch, job["dtype"]), **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            job["model"], dtype=getattr(torch, job["dtype"]), trust_remote_code=False, **options
+        )
         self.model = model.to(self.device).eval()
         self.model.generation_config.eos_token_id = None
         self.facts = {"parameters": self.model.num_parameters()}

@@ -187,7 +187,7 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "three bits": (
         W8,
         weights(num_bits=3),
-        rf"{Q}: quantized weights \(compressed-tensors\) of type 'int' with 3 bits",
+        rf"{Q}: quantized weights \(compressed-tensors\) with type = 'int', num_bits = 3",
     ),
     "no groups": (W8, said(config_groups={}), r"quantized weights by its configuration, and config_groups is \{\}"),
     "no weights": (
@@ -196,8 +196,8 @@ CONFIGURATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         r"quantized weights by its configuration, and config_groups\.group_0 has no `weights`",
     ),
     "GPTQ of three bits": ("GPTQ", said(bits=3), r"holds quantized weights \(gptq\) of 3 bits, read are 4 and 8"),
-    "AWQ of other kernels": ("AWQ", said(version="gemv"), r"\(awq\) of 4 bits in the layout 'gemv', read are 4"),
-    "another algorithm": ("ModelOpt FP8", said(quant_algo="NVFP4"), r"of the algorithm 'NVFP4', read is 'FP8'"),
+    "AWQ of other kernels": ("AWQ", said(version="gemv"), r"\(awq\) with bits = 4 and version = 'gemv', read are 4"),
+    "another algorithm": ("ModelOpt FP8", said(quant_algo="NVFP4"), r"with quant_algo = 'NVFP4', read is 'FP8'"),
     "a group that divides nothing": (
         W4,
         weights(group_size=48),
