@@ -125,7 +125,7 @@ def test_ranks_that_divide_the_heads_pick_the_same_keys(name: str, tiny: Tiny, g
     ranks.close()
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("name", INDEXED_FAMILIES)
 def test_forward_passes_are_compiled_with_the_index(name: str, tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
     path = tiny(name)
