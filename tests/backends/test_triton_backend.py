@@ -166,6 +166,11 @@ GROUPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "decode": ("apart", "decode", {}),
     "mixed": ("many", "mixed", {"sinks": True}),
     "levels": ("levels", "decode", {"soft_cap": 5.0, "amplitude": 6.0, "num_heads": 8, "num_kv_heads": 2}),
+    "levels, eight bits": (
+        "levels",
+        "decode",
+        {"dtype": torch.float16, "kv_dtype": torch.float8_e4m3fn, "sinks": True},
+    ),
     "levels, mixed": ("levels", "mixed", {"layout": "HND", "kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.5, 4.0)}),
 }
 

@@ -498,16 +498,14 @@ class TritonBackend:
         if shared is not None:
             starts, prefix = (shared.starts, shared.segments) if is_prefix else (starts, shared.own)
         tree = None if is_prefix else batch.tree
-        if self._in_words and launch.single and tree is None and launch.cascade in ("", "rest"):
+        words = None
+        if self._in_words and launch.single and tree is None:
             words = decode_codes.in_words(cache.key, cache.value)
-            if words is not None:
-                self._decode_codes(layer, query, words, scales, of_scales, plan, launch, out, lse, parts, norms, sinks)
-                return
-        nodes, sees, depths = (lse,) * 3 if tree is None else (plan.nodes, tree.sees.view(torch.uint8), tree.depths)
-        kernels.attend[(launch.blocks * layer.num_kv_heads, launch.splits)](
+        keys, values = (cache.key, cache.value) if words is None else words
+        tensors = (
             query,
-            cache.key,
-            cache.value,
+            keys,
+            values,
             out,
             lse,
             parts,
@@ -517,6 +515,63 @@ class TritonBackend:
             starts,
             lse if sinks is None else sinks,
             lse if self._slopes is None else self._slopes,
+        )
+        numbers = (
+            layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
+            layer.soft_cap or 1.0,
+            query.stride(0),
+            query.stride(1),
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            *of_scales,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            batch.block_table.stride(0),
+            layer.num_heads,
+            launch.splits,
+            launch.first_part,
+            launch.num_parts,
+            layer.window or 0,
+        )
+        sizes = {
+            "group": self._group,
+            "size": layer.head_size,
+            "size_v": layer.head_size_v,
+            "page": self._page,
+            "tile": launch.shape.tile,
+            "block_m": max(16, triton.next_power_of_2(launch.block_q * self._group)),
+            "has_window": layer.window is not None,
+            "has_cap": layer.soft_cap is not None,
+            "has_sinks": sinks is not None,
+            "has_slopes": self._slopes is not None,
+            "split": launch.num_parts > 1,
+            "cascade": launch.cascade,
+            "num_warps": launch.shape.warps,
+            "num_stages": launch.shape.stages,
+            **_start(early=launch.early),
+        }
+        prefix = lse if prefix is None else prefix
+        grid = launch.blocks * layer.num_kv_heads, launch.splits
+        if words is not None:
+            padded, padded_v = decode_codes.sizes_of(layer, self._in_words)
+            decode_codes.decode_codes[grid](
+                *tensors,
+                prefix,
+                *scales,
+                launch.first,
+                *numbers,
+                padded=padded,
+                padded_v=padded_v,
+                parts_row=_padded_v(layer),
+                codes=self._in_words,
+                scaled="token" if self._codes else "layer" if factors else "",
+                **sizes,
+            )
+            return
+        nodes, sees, depths = (lse,) * 3 if tree is None else (plan.nodes, tree.sees.view(torch.uint8), tree.depths)
+        kernels.attend[grid](
+            *tensors,
             nodes,
             sees,
             depths,
@@ -524,121 +579,21 @@ class TritonBackend:
             depths.shape[-1] if depths.ndim > 1 else 0,
             launch.first,
             launch.end,
-            lse if prefix is None else prefix,
+            prefix,
             lse if shared is None else shared.tokens,
             *scales,
-            layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
-            layer.soft_cap or 1.0,
-            query.stride(0),
-            query.stride(1),
-            *cache.key.stride()[:3],
-            *cache.value.stride()[:3],
-            *of_scales,
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0),
-            batch.block_table.stride(0),
-            layer.num_heads,
-            launch.splits,
-            launch.first_part,
-            launch.num_parts,
-            layer.window or 0,
-            group=self._group,
-            size=layer.head_size,
-            size_v=layer.head_size_v,
+            *numbers,
             padded=max(16, triton.next_power_of_2(layer.head_size)),
             padded_v=_padded_v(layer),
-            page=self._page,
-            tile=launch.shape.tile,
             block_q=launch.block_q,
-            block_m=max(16, triton.next_power_of_2(launch.block_q * self._group)),
             single=launch.single,
-            has_window=layer.window is not None,
-            has_cap=layer.soft_cap is not None,
-            has_sinks=sinks is not None,
-            has_slopes=self._slopes is not None,
             has_scales=factors is not None,
             causal=batch.causal and not is_prefix,
             has_tree=tree is not None,
-            split=launch.num_parts > 1,
-            cascade=launch.cascade,
             exact=self._exact,
             codes=self._codes,
             peel=launch.shape in (PREFILL, PREFIX) or tree is not None,  # in verification of chains it costs a tenth
-            num_warps=launch.shape.warps,
-            num_stages=launch.shape.stages,
-            **_start(early=launch.early),
-        )
-
-    def _decode_codes(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        words: tuple[torch.Tensor, ...],
-        scales: tuple[torch.Tensor, torch.Tensor],
-        of_scales: tuple[int, ...],
-        plan: Plan,
-        launch: Launch,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        parts: torch.Tensor,
-        norms: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        """Launch the kernel for single query tokens over codes."""
-        batch, codes = plan.batch, self._in_words
-        padded, padded_v = decode_codes.sizes_of(layer, codes)
-        decode_codes.decode_codes[(launch.tokens * layer.num_kv_heads, launch.splits)](
-            query,
-            *words,
-            out,
-            lse,
-            parts,
-            norms,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            lse if sinks is None else sinks,
-            lse if self._slopes is None else self._slopes,
-            lse if batch.common_prefix is None else batch.common_prefix,
-            *scales,
-            launch.first,
-            layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
-            layer.soft_cap or 1.0,
-            query.stride(0),
-            query.stride(1),
-            *words[0].stride()[:3],
-            *words[1].stride()[:3],
-            *of_scales,
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0),
-            batch.block_table.stride(0),
-            layer.num_heads,
-            launch.splits,
-            launch.first_part,
-            launch.num_parts,
-            layer.window or 0,
-            group=self._group,
-            size=layer.head_size,
-            size_v=layer.head_size_v,
-            padded=padded,
-            padded_v=padded_v,
-            parts_row=_padded_v(layer),
-            page=self._page,
-            tile=launch.shape.tile,
-            block_m=max(16, triton.next_power_of_2(self._group)),
-            codes=codes,
-            scaled="token" if self._codes else "layer" if self._scales.get(layer.index) else "",
-            has_window=layer.window is not None,
-            has_cap=layer.soft_cap is not None,
-            has_sinks=sinks is not None,
-            has_slopes=self._slopes is not None,
-            split=launch.num_parts > 1,
-            rest=launch.cascade == "rest",
-            num_warps=launch.shape.warps,
-            num_stages=launch.shape.stages,
-            **_start(early=launch.early),
+            **sizes,
         )
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from slotline.backends.triton.kernels import capped, power_of_two
 from slotline.registry.contracts.attention import AttentionContext, AttentionLayer
 from slotline.registry.contracts.cache_tensors import PLAIN
 
@@ -166,14 +167,14 @@ def decode_codes(
     has_sinks: tl.constexpr,
     has_slopes: tl.constexpr,
     split: tl.constexpr,
-    rest: tl.constexpr,
+    cascade: tl.constexpr,
     early: tl.constexpr,
 ):
     """Compute attention of one query token, KV head and split of the keys. Grid: (requests times heads, splits).
 
     `keys` and `values` are int16, their strides in words. `scaled` is "token" for scales of each token and KV head,
-    "layer" for one of all, "" for none. `parts_row` is the size of a row of `parts`. `rest` leaves out the first
-    `prefix` keys. All else is as in `kernels.attend`.
+    "layer" for one of all, "" for none. `parts_row` is the size of a row of `parts`. All else is as in
+    `kernels.attend`, whose `cascade` is never "prefix" or "segments" for a query token of each request.
     """
     if early:
         gdc_launch_dependents()
@@ -191,8 +192,10 @@ def decode_codes(
     start = 0
     if has_window:
         start = tl.maximum(0, length - window)
-    if rest:
+    if cascade == "rest":
         start = tl.maximum(start, tl.minimum(tl.load(prefix), length))
+    if cascade == "own":
+        start = tl.maximum(start, tl.minimum(tl.load(prefix + request), length))
     first_tile = start // tile
     last_tile = tl.cdiv(length, tile)
     if split:
@@ -213,9 +216,7 @@ def decode_codes(
     word, word_v, dim = tl.arange(0, words), tl.arange(0, words_v), tl.arange(0, padded)
     at = query + begin.to(tl.int64) * q_token + query_head * q_head
     whole = tl.load(at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0).to(tl.float32)
-    # By a power of two, row by row, queries come into the range of float16, which rounds nothing.
-    row_scale = (tl.max(tl.abs(whole), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    row_scale = tl.where(row_scale > 0.0, row_scale, 1.0)
+    row_scale = power_of_two(whole)
     q0 = _queries(at, 0, word, used, row_scale, per, size)
     q1 = _queries(at, 1, word, used, row_scale, per, size)
     q2, q3 = q0, q1
@@ -253,10 +254,7 @@ def decode_codes(
             scores = scores * own[None, :]
         scores = scores * factor[:, None]  # in base 2 unless capped
         if has_cap:
-            # tanh by exp, safe for large scores; then into base 2
-            small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(scores / soft_cap))
-            capped = soft_cap * (1.0 - small) / (1.0 + small)
-            scores = tl.where(scores < 0, -capped, capped) * 1.4426950408889634
+            scores = capped(scores, soft_cap) * 1.4426950408889634
         if has_slopes:  # ALiBi, in base 2
             scores = scores + slope[:, None] * (key - length + 1)[None, :]
         scores = tl.where(real[None, :], scores, -float("inf"))

@@ -133,12 +133,8 @@ def _attend_tile(
     if by_row:
         scores = scores * row_scale[:, None]
     if has_cap:
-        # tanh by exp, safe for large scores; then into base 2
-        scores = scores * scale
-        small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(scores / soft_cap))
-        capped = soft_cap * (1.0 - small) / (1.0 + small)
-        scores = tl.where(scores < 0, -capped, capped)
-        scale = 1.4426950408889634
+        scores = capped(scores * scale, soft_cap)
+        scale = 1.4426950408889634  # into base 2
     key_place = key
     if has_tree and masked and (has_window or has_slopes):
         is_node = real & (key >= known)
@@ -190,6 +186,22 @@ def _attend_tile(
     else:
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
     return best, norm, acc
+
+
+@triton.jit
+def capped(scores, soft_cap):
+    """Return soft_cap * tanh(scores / soft_cap), safe for large scores."""
+    small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(scores / soft_cap))
+    size = soft_cap * (1.0 - small) / (1.0 + small)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def power_of_two(q):
+    """Return the powers of two [rows] that bring rows of queries, float32, into float16's range without rounding."""
+    largest = tl.max(tl.abs(q), 1)
+    scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(scale > 0.0, scale, 1.0)
 
 
 @triton.jit
@@ -444,9 +456,7 @@ def attend(
     row_scale = scale
     if by_row:
         q = q.to(tl.float32)
-        largest = tl.max(tl.abs(q), 1)
-        row_scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        row_scale = tl.where(row_scale > 0.0, row_scale, 1.0)
+        row_scale = power_of_two(q)
         q = (q / row_scale[:, None]).to(tl.float16)
     if has_scales:
         scale = scale * tl.load(key_scale)
