@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from command_line import positive, require_gpus
-from result_file import write_result
+from result_file import print_rows, write_result
 
 from slotline.core import LLM, SamplingParams
 
@@ -276,10 +276,7 @@ def main() -> None:
             rows.append(measure(arguments, connector, folder))
         if arguments.device != "cpu":
             torch.cuda.empty_cache()
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (COLUMNS, *rows):
-        print(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows]))
+    print_rows(COLUMNS, rows)
     if arguments.json is not None:
         note = f"{arguments.running} requests decode; prompts of {arguments.length} tokens; random weights"
         write_result(arguments.json, "kv_tiers_gpu", COLUMNS, rows, note=note)

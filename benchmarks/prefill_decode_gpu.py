@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from command_line import positive, require_gpus
-from result_file import write_result
+from result_file import print_rows, write_result
 
 SHORT = (
     "benchmarks/models/llama-tiny --device cpu --length 48 --context 16 --prompts 2 --running 2 --every 0.1 "
@@ -272,10 +272,7 @@ def main() -> None:
             kind, f"{1e3 * middle:.2f}", f"{1e3 * tail:.2f}", f"{1e3 * max(gaps):.2f}", f"{tail / tails[0]:.2f}",
             f"{1e3 * float(np.median(firsts)):.0f}", str(loaded), str(len(gaps)),
         ])  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    for row in (COLUMNS, *rows):
-        print(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows]))
+    print_rows(COLUMNS, rows)
     if arguments.json is not None:
         note = f"{arguments.running} requests decode; a prompt of {arguments.length} tokens every {arguments.every:g} s"
         write_result(arguments.json, "prefill_decode_gpu", COLUMNS, rows, note=note)

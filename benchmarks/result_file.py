@@ -47,6 +47,14 @@ def write_result(
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells below their columns' headings, then the same as one line of JSON."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print(" | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows]))
+
+
 def without_json(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without `--json FILE`."""
     given = list(arguments)

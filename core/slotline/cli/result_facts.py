@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from slotline.registry.processor import processor
+
 PACKAGES = ("torch", "triton", "transformers", "numba")
 
 
@@ -19,14 +21,6 @@ def machine_name() -> str:
     if count:
         return f"{count} x {torch.cuda.get_device_name()}"
     return f"{processor()}, {torch.get_num_threads()} threads"
-
-
-def processor() -> str:
-    """Return the processor's name, or its architecture if the system does not tell the name."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def software() -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from attrs import fields, frozen
 
 from slotline.registry import hookimpl
 from slotline.registry.cache_folder import cache_folder
+from slotline.registry.processor import processor
 
 CLASSES = (1, 4, 16, 128)
 """Numbers of rows that are timed: each stands for those down to the one before, and the last for more."""
@@ -63,17 +62,6 @@ class Record:
         used = self.layout if self.layout == "onednn" else f"plain ({', '.join(self.kernels)})"
         size = f"{self.shape[1]}x{self.shape[0]}"
         return f"linear {size} {self.dtype}, {self.threads} threads: {used}, {self.reason}; us: {shown}"
-
-
-@cache
-def processor() -> str:
-    """Return the processor's model as the system names it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 @hookimpl

@@ -151,25 +151,41 @@ def again(run: Run) -> None:
 def padded(run: Run) -> None:
     """Padded requests of a captured batch, of length 0 and null blocks, give finite rows and do not affect others."""
     made = shared(run, 3, "decode")
-    case, real = made.case, made.batch
-    count = case.padding
+    add_padded_requests(made)
+    examine_padded(run, made)
+
+
+def add_padded_requests(made: World) -> None:
+    """Add a request of length 0 with null blocks for each padded row of a batch of single tokens.
+
+    Raises:
+        NotApplicable: if nothing is padded.
+    """
+    batch, count = made.batch, made.case.padding
     if not count:
         raise NotApplicable("nothing is padded")
-    more = real.query_start_loc_cpu[-1] + np.arange(1, count + 1, dtype=np.int32)
-    batch = made.batch
-    batch.query_start_loc_cpu = np.concatenate([real.query_start_loc_cpu, more]).astype(np.int32)
-    batch.seq_lens_cpu = np.pad(real.seq_lens_cpu, (0, count))
+    more = batch.query_start_loc_cpu[-1] + np.arange(1, count + 1, dtype=np.int32)
+    batch.query_start_loc_cpu = np.concatenate([batch.query_start_loc_cpu, more]).astype(np.int32)
+    batch.seq_lens_cpu = np.pad(batch.seq_lens_cpu, (0, count))
     batch.query_start_loc = torch.from_numpy(batch.query_start_loc_cpu.copy()).to(made.device)
     batch.seq_lens = torch.from_numpy(batch.seq_lens_cpu.copy()).to(made.device)
-    batch.block_table = torch.nn.functional.pad(real.block_table, (0, 0, 0, count))
+    batch.block_table = torch.nn.functional.pad(batch.block_table, (0, 0, 0, count))
+
+
+def examine_padded(run: Run, made: World) -> None:
+    """Run a batch with the requests of `add_padded_requests`, and compare the rows of the others.
+
+    Raises:
+        Failed: if the rows of padded requests are not finite, or the others are wrong.
+    """
+    case, batch = made.case, made.batch
     tokens = batch.num_tokens
     query, key, value = made.new_tokens()
     query[tokens:], key[tokens:], value[tokens:] = 0, 0, 0
-    batch.num_requests, batch.num_tokens = real.num_requests + count, tokens + count
+    batch.num_requests, batch.num_tokens = batch.num_requests + case.padding, tokens + case.padding
     batch.num_decodes = batch.num_requests
-    out = torch.full(
-        (tokens + count, case.num_heads, made.layer.head_size_v), torch.nan, dtype=case.dtype, device=made.device
-    )
+    shape = (batch.num_tokens, case.num_heads, made.layer.head_size_v)
+    out = torch.full(shape, torch.nan, dtype=case.dtype, device=made.device)
     backend = build(run, case)
     with threads(1):
         plan = backend.plan(batch)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from slotline.conformance.attention.cascade import by_feature
+from slotline.conformance.attention.cascade import add_padded_requests, by_feature, examine_padded
 from slotline.registry.contracts.prefix_groups import MAX_LEVELS, MAX_SEGMENTS
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.attention import World, threads
+from slotline.testing.environments.attention import World
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
@@ -188,33 +185,9 @@ def again(run: Run) -> None:
 def padded(run: Run) -> None:
     """Padded requests, and segments without tokens as captured shapes have, give finite rows and affect nothing."""
     made = shared(run, run["form"], "decode")
-    case, batch = made.case, made.batch
-    count, tokens, requests = case.padding, batch.num_tokens, batch.num_requests
-    if not count:
-        raise NotApplicable("nothing is padded")
-    more = batch.query_start_loc_cpu[-1] + np.arange(1, count + 1, dtype=np.int32)
-    batch.query_start_loc_cpu = np.concatenate([batch.query_start_loc_cpu, more]).astype(np.int32)
-    batch.seq_lens_cpu = np.pad(batch.seq_lens_cpu, (0, count))
-    batch.query_start_loc = torch.from_numpy(batch.query_start_loc_cpu.copy()).to(made.device)
-    batch.seq_lens = torch.from_numpy(batch.seq_lens_cpu.copy()).to(made.device)
-    batch.block_table = torch.nn.functional.pad(batch.block_table, (0, 0, 0, count))
-    segments = FORMS[run["form"]](case.block_size)[1]
+    add_padded_requests(made)
+    segments = FORMS[run["form"]](made.case.block_size)[1]
     deepest = MAX_LEVELS if run.subject.capabilities.cascade_prefixes == "levels" else 1
-    arrays = segment_arrays(segments, batch.query_start_loc_cpu, (MAX_SEGMENTS, deepest))
-    batch.prefix_groups = prefix_groups(arrays, deepest, made.device)
-    query, key, value = made.new_tokens()
-    query[tokens:], key[tokens:], value[tokens:] = 0, 0, 0
-    batch.num_requests, batch.num_tokens = requests + count, tokens + count
-    batch.num_decodes = batch.num_requests
-    out = torch.full(
-        (tokens + count, case.num_heads, made.layer.head_size_v), torch.nan, dtype=case.dtype, device=made.device
-    )
-    backend = build(run, case)
-    with threads(1):
-        plan = backend.plan(batch)
-        if not writes_cache(run):
-            backend.write(made.layer, key, value, made.cache, plan)
-        backend.forward(made.layer, query, key, value, made.cache, plan, out, made.sinks)
-    if not bool(torch.isfinite(out[tokens:]).all()):
-        raise Failed("rows of padded requests are not finite")
-    made.check(out[:tokens], run=run)
+    arrays = segment_arrays(segments, made.batch.query_start_loc_cpu, (MAX_SEGMENTS, deepest))
+    made.batch.prefix_groups = prefix_groups(arrays, deepest, made.device)
+    examine_padded(run, made)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from slotline.plugins.kv_connectors.handoff.store import copied
 from slotline.plugins.kv_connectors.stores.copies import Copies, Done
 from slotline.registry.contracts import BlockCopy, CacheBlock
 
@@ -55,8 +56,4 @@ class Landing:
         while self._come and (not taken or size + len(self._come[0][1]) <= most):
             taken.append(self._come.popleft())
             size += len(taken[-1][1])
-        begun = list[Done]()
-        for group in dict.fromkeys(one.group for one, _ in taken):
-            own = [(one.block, row) for one, row in taken if one.group == group]
-            begun.append(self._copies.begin_to_device(group, [block for block, _ in own], [row for _, row in own]))
-        self._begun.append((begun, taken))
+        self._begun.append((copied(self._copies.begin_to_device, taken), taken))

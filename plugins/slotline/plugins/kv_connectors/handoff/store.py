@@ -13,7 +13,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from threading import Condition
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import CapacityError
 
 logger = logging.getLogger("slotline")
+T = TypeVar("T")
 Key = tuple[int, BlockHash]
 """A cache group, and the hash of the prefix that a block ends."""
 HEADER = 64
@@ -35,13 +36,15 @@ def key_of(block: CacheBlock) -> Key:
 
 
 def copied(
-    copy: Callable[[int, Sequence[int], Sequence[torch.Tensor]], None],
+    copy: Callable[[int, Sequence[int], Sequence[torch.Tensor]], T],
     blocks: Sequence[tuple[CacheBlock, torch.Tensor]],
-) -> None:
-    """Copy blocks from or to their rows, those of a group together."""
+) -> list[T]:
+    """Copy blocks from or to their rows, those of a group together. Return what the copies of each group return."""
+    found = list[T]()
     for group in dict.fromkeys(one.group for one, _ in blocks):
         own = [(one.block, row) for one, row in blocks if one.group == group]
-        copy(group, [block for block, _ in own], [row for _, row in own])
+        found.append(copy(group, [block for block, _ in own], [row for _, row in own]))
+    return found
 
 
 def checksum_of(data: npt.NDArray[np.uint8]) -> int:

@@ -22,9 +22,10 @@ import torch
 from attrs import asdict, frozen
 from torch.nn import functional
 
-from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, Record, processor
+from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, Record
 from slotline.plugins.model_families.passes import dense_kernels
 from slotline.registry.cache_folder import cache_folder, write_atomic
+from slotline.registry.processor import processor
 
 Choice = Literal["timed", "onednn", "plain"]
 """`timed`; or a layout: oneDNN's blocked one, or the checkpoint's own for torch's product and our kernel."""
