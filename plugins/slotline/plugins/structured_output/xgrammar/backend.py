@@ -69,6 +69,8 @@ class XGrammarBackend:
         self.no_text = frozenset(np.flatnonzero(eos | ~ordinary).tolist())
         self._eos_bits: Int32 = np.packbits(eos, bitorder="little").view(np.int32)
         self._ordinary_bits: Int32 = np.packbits(ordinary | eos, bitorder="little").view(np.int32)
+        text_ends: Int32 = np.packbits(ordinary & eos, bitorder="little").view(np.int32)
+        self._text_ends = [(int(word), text_ends[word]) for word in np.flatnonzero(text_ends)]
         self._cleared = np.flatnonzero(self._ordinary_bits != -1)  # words with tokens that are not text, mostly few
 
     def check(self, constraint: Constraint) -> None:
@@ -137,10 +139,21 @@ class XGrammarBackend:
             wait(others)  # a caller that asks again for each state separately must be its only user
         for other in others:
             other.result()
+        for state, place in zip(states, places, strict=True):
+            self.mask_text_ends(state.matcher, bitmask[place])
         filled = list(places)
         for state, assumed, place in zip(states, drafts, places, strict=True):
             filled += range(place + 1, place + 1 + state.fill_behind(assumed, place, bitmask))
         bitmask[np.array(filled)[:, None], self._cleared] &= self._ordinary_bits[self._cleared]
+
+    def mask_text_ends(self, matcher: xgrammar.GrammarMatcher, mask: Int32) -> None:
+        """Clear the ends that are ordinary text in a mask [words], unless the text may end there.
+
+        XGrammar (since 0.2.9) takes them for text where only one character may come next.
+        """
+        if self._text_ends and not matcher.is_completed():
+            for word, bits in self._text_ends:
+                mask[word] &= ~bits
 
     def _new_pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max(1, len(self._matchers) - 1), thread_name_prefix="slotline-xgrammar")
@@ -231,6 +244,7 @@ class XGrammarState:
         while walked < len(drafts) and self.accept(drafts[walked : walked + 1]):
             walked += 1
             self.matcher.fill_next_token_bitmask(bitmask, place + walked)
+            self.backend.mask_text_ends(self.matcher, bitmask[place + walked])
         self._take_back(walked)
         return walked
 
