@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import evolve
+
 from slotline.planner.component_selection import device_need, texts_of
 from slotline.planner.offers import narrowed
+from slotline.registry.capability import Flag
 from slotline.registry.config import LoadedConfig
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
@@ -80,6 +83,7 @@ def refuse_connector(
             origin = f"model: {group.name} layers"
             needs[layer.kv_kind] = Need(capability="kv_kinds", value=layer.kv_kind, origin=origin)
     parts = (descriptor, *inner_connectors(loaded, registry, descriptor))
+    wishes = {one.name: _by_layer(loaded, registry, one) for one in parts}
     for one in parts:
         texts += texts_of(part_reasons(one.capabilities, tuple(needs.values())))
     if plan.state_groups:
@@ -99,8 +103,9 @@ def refuse_connector(
     if not plan.prefix_caching and not plan.state_groups:
         origin = next((s.origin for s in plan.settings if s.key == "cache.prefix_caching"), "")
         texts.append(f"cache.prefix_caching is false ({origin}): what it holds comes back as cached prefixes")
-    if any(one.capabilities.layers.support for one in parts):
-        texts += _against_layers(loaded, plan)
+    if "must" in wishes.values():
+        late = all(one.capabilities.late_layers.support for one in parts if wishes[one.name] == "must")
+        texts += _against_layers(loaded, plan, late=late)
     pipeline = loaded.config.parallel.pipeline
     if descriptor.capabilities.asynchronous.support and isinstance(pipeline, int) and pipeline > 1:
         texts.append(f"parallel.pipeline = {pipeline}: a request that waits for its blocks would have its turn")
@@ -108,13 +113,50 @@ def refuse_connector(
         raise _refusal(descriptor.name, texts)
 
 
-def _against_layers(loaded: LoadedConfig, plan: Plan) -> list[str]:
-    """Return the reasons why a connector cannot be called at each layer."""
-    captured = {phase: group.name for group in plan.groups for phase, state in group.graphs if state == "captured"}
+def settle_layer_calls(
+    loaded: LoadedConfig, registry: PluginRegistry, descriptor: Descriptor[Any] | None, plan: Plan
+) -> tuple[Descriptor[Any] | None, Plan]:
+    """Return a connector as it is called in a plan, and the plan with a record of it.
+
+    One whose calls at layers its options do not insist on goes without them where there can be none.
+    """
+    if descriptor is None or not descriptor.capabilities.layers.support:
+        return descriptor, plan
+    wish, late = _by_layer(loaded, registry, descriptor), descriptor.capabilities.late_layers.support
+    texts, resolved = _against_layers(loaded, plan, late=late) if wish == "may" else [], "layer by layer"
+    if wish == "never" or texts:
+        resolved = "whole steps"
+        descriptor = evolve(descriptor, capabilities=evolve(descriptor.capabilities, layers=Flag(False)))
+    elif late and (phases := " and ".join(_captured(plan))):
+        texts = [f"in {phases} steps behind the pass, since attention is inside their graphs"]
+    origin = "; ".join(texts) or f"the options of kv_connector {descriptor.name!r}"
+    setting = Setting(key="kv_connector transfers", asked=wish, resolved=resolved, origin=origin)
+    return descriptor, evolve(plan, settings=(*plan.settings, setting))
+
+
+def _by_layer(loaded: LoadedConfig, registry: PluginRegistry, descriptor: Descriptor[Any]) -> str:
+    """Return whether a connector ``must`` be called at each layer, ``may`` be, or ``never`` is."""
+    if not descriptor.capabilities.layers.support:
+        return "never"
+    options = registry.options(loaded, descriptor)
+    return str(options.by_layer()) if hasattr(options, "by_layer") else "must"
+
+
+def _captured(plan: Plan) -> dict[str, str]:
+    """Return the phases whose graphs have attention inside, each with a group of such layers."""
+    return {phase: group.name for group in plan.groups for phase, state in group.graphs if state == "captured"}
+
+
+def _against_layers(loaded: LoadedConfig, plan: Plan, *, late: bool = False) -> list[str]:
+    """Return the reasons why a connector cannot be called at each layer.
+
+    Args:
+        late: whether calls may come behind a captured pass.
+    """
     texts = [
         f"it declares layers, and the attention of {name} layers is inside the graphs of {phase} steps "
         f"(graphs.mode = {plan.graphs.asked!r}): nothing can be called between layers there"
-        for phase, name in captured.items()
+        for phase, name in ({} if late else _captured(plan)).items()
     ]
     parallel, microbatches = loaded.config.parallel, loaded.config.scheduler.microbatches
     if parallel.pipeline not in (1, "auto") or microbatches > 1:

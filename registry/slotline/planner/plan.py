@@ -34,7 +34,7 @@ from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.freed_tokens import frees_tokens, score_needs
-from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector
+from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector, settle_layer_calls
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import asked_cache, load_measurements
 from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
@@ -507,6 +507,7 @@ def _negotiated(
         plan = evolve(plan, settings=(*plan.settings, *communicator.settings)).with_parts(communicator.part)
     if expert_placement.part is not None:
         plan = evolve(plan, settings=(*plan.settings, *expert_placement.settings)).with_parts(expert_placement.part)
+    connector, plan = settle_layer_calls(loaded, registry, connector, plan)
     plan = evolve(plan, inline_plugins=loaded.inline_files, notes=(*plan.notes, *model_notes(facts)))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)

@@ -91,13 +91,13 @@ def test_others_run_while_blocks_are_on_their_way_and_an_aborted_request_gives_a
     prefill, decode = fresh
     answer = prefilled(prefill, MIXED)
     (peer,) = connector_of(decode)._peers.values()
-    loaded = peer._loaded
+    load = peer._load
 
-    def slowly(blocks: Any) -> Any:
+    def slowly(left: Any, prompt: str) -> None:
         time.sleep(0.5)
-        return loaded(blocks)
+        load(left, prompt)
 
-    monkeypatch.setattr(peer, "_loaded", slowly)
+    monkeypatch.setattr(peer, "_load", slowly)
     waiting = decode.engine.add("waits", PROMPTS[1], SHORT, kv_transfer_params=answer)
     left = decode.engine.add("left", PROMPTS[0], SHORT, kv_transfer_params=answer)
     other = decode.engine.add("other", PROMPTS[3], SHORT)
@@ -116,14 +116,14 @@ def test_an_exception_of_a_step_waits_for_what_is_under_way(
     prefill, decode = fresh
     answer = prefilled(prefill, MIXED)
     (peer,) = connector_of(decode)._peers.values()
-    loaded, done = peer._loaded, list[int]()
+    load, done = peer._load, list[int]()
 
-    def slowly(blocks: Any) -> Any:
+    def slowly(left: Any, prompt: str) -> None:
         time.sleep(0.3)
-        done.append(len(blocks))
-        return loaded(blocks)
+        done.append(len(left))
+        load(left, prompt)
 
-    monkeypatch.setattr(peer, "_loaded", slowly)
+    monkeypatch.setattr(peer, "_load", slowly)
     request = decode.engine.add("waits", PROMPTS[0], SHORT, kv_transfer_params=answer)
     decode.engine.step()
     second = decode.engine.add("next", PROMPTS[1], SHORT, kv_transfer_params=answer)

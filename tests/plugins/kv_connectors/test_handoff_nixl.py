@@ -86,9 +86,8 @@ for key, row in store.take([(0, bytes([n])) for n in range(4)], ()):
 store.publish([(0, bytes([n])) for n in range(4)])
 server = BlockServer(store, Items(1024), ("127.0.0.1", 0), Identity("i"), timeout=2.0, nixl=True)
 store.row((0, b"\\x03"))[5] = 1
-store.find = lambda keys, timeout, find=store.find: [
-    one and one._replace(checksum=one.checksum ^ (key[1] == b"\\x03")) for one, key in zip(find(keys, timeout), keys)
-]
+for row in store._rows_of[0].checksums:
+    store._rows_of[0].checksums[row] ^= row == store._rows_of[0].row_of[0, b"\\x03"]
 print(server.address[1], flush=True)
 time.sleep(600)
 """

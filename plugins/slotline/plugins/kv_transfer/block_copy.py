@@ -211,6 +211,11 @@ class HostPages:
         for pages, part in self._parts(row):
             part[:] = pages[block]
 
+    def read_layer(self, layer: int, block: int, part: torch.Tensor) -> None:
+        """Copy a layer's part of a block to its part of a row."""
+        pages = self.pages[layer]
+        part.numpy().reshape(pages.shape[1:])[:] = pages[block]
+
     def write(self, block: int, row: torch.Tensor) -> None:
         """Copy a row to a block."""
         for pages, part in self._parts(row):
@@ -226,7 +231,7 @@ class HostPages:
 
 
 class CacheBlockCopy:
-    """Copier of the blocks of each cache group. Implements `BlockCopyBeside`.
+    """Copier of the blocks of each cache group. Implements `BlockCopyBeside` and `LayerBlockCopy`.
 
     Args:
         groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
@@ -235,6 +240,7 @@ class CacheBlockCopy:
 
     Attributes:
         block_bytes: bytes of one block over all layers, by group.
+        layer_bytes: of each layer, by group.
     """
 
     def __init__(
@@ -244,7 +250,8 @@ class CacheBlockCopy:
         first: Sequence[int] = (),
     ) -> None:
         self._first = first or [0] * len(groups)
-        self.block_bytes = [sum(pages[0].numel() for pages in layers) for layers in groups]
+        self.layer_bytes = [tuple(pages[0].numel() for pages in layers) for layers in groups]
+        self.block_bytes = [sum(sizes) for sizes in self.layer_bytes]
         devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
         largest = max(STAGING_BYTES, *self.block_bytes)
         lanes = {device: Lane(device, largest, copies(device)) for device in devices}
@@ -267,6 +274,30 @@ class CacheBlockCopy:
             for pages, part in segment.parts(staged):
                 part.copy_(pages.index_select(0, ids))
             segment.lane.to_rows(staged, own)
+
+    def begin_layer_to_host(
+        self, group: int, layer: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> Callable[[], bool]:
+        """Read the part of the layer at a position of `blocks` into its place in the same number of `rows`.
+
+        Return a function that says whether these have the bytes.
+        """
+        first, size = sum(self.layer_bytes[group][:layer]), self.layer_bytes[group][layer]
+        parts = [row[first : first + size] for row in rows]
+        if (host := self._host[group]) is not None:
+            for block, part in zip(blocks, parts, strict=True):
+                host.read_layer(layer, block - self._first[group], part)
+            return lambda: True
+        segment = next(one for one in self._segments[group] if one.first <= first < one.end)
+        pages = segment.pages[layer - sum(len(one.pages) for one in self._segments[group] if one.end <= first)]
+        most = STAGING_BYTES // size or 1
+        for start in range(0, len(blocks), most):
+            own = slice(start, start + most)
+            staged = segment.lane.from_device(len(parts[own]), size)
+            ids = self._ids(group, blocks[own], segment)
+            staged.view(pages.dtype).copy_(pages.index_select(0, ids).flatten(1))
+            segment.lane.to_rows(staged, parts[own])
+        return partial(segment.lane.is_over, segment.lane.saved)
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Write `rows` into the same number of `blocks`, which are distinct."""

@@ -58,9 +58,10 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
             layout=group.layout,
             block_size=group.block_size,
             kernel_block_size=group.kernel_block_size,
-            block_bytes=size,
+            block_bytes=sum(sizes),
+            layer_bytes=sizes,
         )
-        for group, size in zip(plan.cache_groups, copy.block_bytes[: len(plan.cache_groups)], strict=True)
+        for group, sizes in zip(plan.cache_groups, copy.layer_bytes[: len(plan.cache_groups)], strict=True)
     )
     part = part_of(planned.place, plan, planned.shards.ranks)
     context = KVConnectorContext(

@@ -57,8 +57,7 @@ class LayerCalls:
             )
             for block in self._filled(row, computed, computed + count)
         ]
-        if blocks:
-            self._call("filling", blocks)
+        self._call("filling", blocks)
 
     def begin(self, loads: Sequence[CacheBlock]) -> None:
         """Call the connector from now on, in a forward pass that reads `loads`."""

@@ -101,6 +101,7 @@ from slotline.registry.contracts.kv_connector import (
     KVConnectorCapabilities,
     KVConnectorContext,
     LastingKVConnector,
+    LayerBlockCopy,
     LayerKVConnector,
     RequestKVConnector,
 )
@@ -297,6 +298,7 @@ __all__ = [
     "KVSpecContext",
     "KernelCompiler",
     "LastingKVConnector",
+    "LayerBlockCopy",
     "LayerCache",
     "LayerInput",
     "LayerKVConnector",

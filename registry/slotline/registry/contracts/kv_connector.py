@@ -36,7 +36,9 @@ layers behind a prefix, named by the hash of that prefix. It is passed to `start
 says. The numbers of such blocks go on after those of the pool.
 
 A connector's options may have a method `notes() -> Sequence[str]`: what a user should know of them, such as that blocks
-are rounded. `slotline explain` shows it.
+are rounded. `slotline explain` shows it. Those of a connector that declares `layers` may have a method `by_layer()`. It
+returns ``must`` if a plan without calls at layers is to be refused, as without this method. With ``may`` such a plan
+goes without them, and says why. With ``never`` no plan has them.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class KVConnectorCapabilities:
             `by_request` and `asynchronous` then.
         layers: whether it is called at each layer of a forward pass, see `LayerKVConnector`. It is refused where
             attention is inside captured graphs.
+        late_layers: whether the calls of all layers may come behind a pass whose attention is inside a captured graph.
+            It leaves no load to `wait_layer` then.
     """
 
     devices: Set[str]
@@ -103,6 +107,7 @@ class KVConnectorCapabilities:
     own_rows: Flag = Flag(False)
     items: Flag = Flag(False)
     layers: Flag = Flag(False)
+    late_layers: Flag = Flag(False)
     lasting_saves: Flag = field(default=Flag(False))
 
     @lasting_saves.validator
@@ -155,6 +160,7 @@ class ConnectorGroup:
         block_size, kernel_block_size: tokens. The second divides the first.
         block_bytes: bytes of a block over all layers.
         states: the layers of a group of states, which has no `layers`. Its `kv_dtype` is ``uint8``.
+        layer_bytes: bytes of a block of each of `layers`. Empty where a layer's part cannot be copied alone.
     """
 
     name: str
@@ -166,6 +172,7 @@ class ConnectorGroup:
     block_bytes: int
     format: str = PLAIN
     states: tuple[StateLayer, ...] = ()
+    layer_bytes: tuple[int, ...] = ()
 
 
 class BlockCopy(Protocol):
@@ -203,6 +210,20 @@ class BlockCopyBeside(BlockCopy, Protocol):
 
         Before that nothing but these methods may write the rows, and no forward pass may be launched that reads the
         blocks. Passes that were launched earlier may still use them.
+        """
+        ...
+
+
+class LayerBlockCopy(BlockCopy, Protocol):
+    """Further method of copies between caches and host memory, where `ConnectorGroup.layer_bytes` is given."""
+
+    def begin_layer_to_host(
+        self, group: int, layer: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> Callable[[], bool]:
+        """Copy the part of a layer of `blocks` into its place in `rows`, which are those of whole blocks.
+
+        The layer is named by its position in `ConnectorGroup.layers`. Otherwise as `to_host`. Return a function that
+        says whether the rows have the bytes. Any thread may call it.
         """
         ...
 
@@ -374,7 +395,7 @@ class LayerKVConnector(KVConnector, Protocol):
     """
 
     def filling(self, blocks: Sequence[CacheBlock]) -> None:
-        """Note the blocks that the next forward pass fills with known tokens.
+        """Note the blocks that the next forward pass fills with known tokens. There may be none.
 
         Those that hold what they should are passed to `start` afterwards, as ever. Others are not, for instance since
         the step failed.

@@ -69,6 +69,13 @@ class HandoffOptions:
             "it by NIXL's plugin UCX, which both sides must name"
         },
     )
+    layers: Literal["auto", "on", "off"] = field(
+        default="auto",
+        metadata={
+            "doc": "copy a layer's part of blocks as soon as it has attended, while later layers are computed; 'on' "
+            "refuses plans in which it cannot be, and 'off' copies blocks of whole steps"
+        },
+    )
     items: str = field(
         default="256MiB",
         validator=lambda _options, _field, value: size_in_bytes(value),
@@ -79,6 +86,10 @@ class HandoffOptions:
         validator=_is_positive,
         metadata={"doc": "seconds without a byte after which a peer counts as gone and its blocks are computed"},
     )
+
+    def by_layer(self) -> str:
+        """Return whether it is to be called at each layer. An engine that decodes lands whole blocks."""
+        return {"auto": "may", "on": "must", "off": "never"}[self.layers] if self.role != "decode" else "never"
 
 
 descriptor = Descriptor(
@@ -91,6 +102,8 @@ descriptor = Descriptor(
         states=Flag(True),
         lasting_saves=Flag(True),
         items=Flag(True),
+        layers=Flag(True),
+        late_layers=Flag(True),
         room="memory",
     ),
     factory="slotline.plugins.kv_connectors.handoff.connector:Handoff",

@@ -12,6 +12,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -31,12 +32,16 @@ from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContex
 from slotline.registry.errors import ConfigError
 
 logger = logging.getLogger("slotline")
+EARLY = 4
+"""Connections to a peer for prompts that it computes. The last parts of one hold up nobody else's."""
 _MOST = 100_000
 """Blocks of requests that wait, of which it is remembered who has them."""
 
 
 class Handoff:
-    """Connector between engines of different processes. Implements `AsyncKVConnector` and `RequestKVConnector`.
+    """Connector between engines of different processes.
+
+    Implements `LastingKVConnector`, `ItemKVConnector` and `LayerKVConnector`.
 
     Raises:
         ConfigError: if the address cannot be had, no peer is named, or NIXL does not work here.
@@ -60,7 +65,7 @@ class Handoff:
         if options.role != "decode":
             states = [number for number, group in enumerate(context.groups) if group.states]
             self._store = Store(size_in_bytes(options.memory), sizes, states)
-            self._saver = Saver(self._store, context.copy, context.device)
+            self._saver = Saver(self._store, context.copy, context.device, context.groups)
             finalize(self, self._saver.close)
             self._items = Items(size_in_bytes(options.items))
             finalize(self, self._items.close)
@@ -73,11 +78,13 @@ class Handoff:
             else:
                 logger.warning("kv_connector.handoff.address has no port, so these ranks hand out no blocks")
         self._inbox, self._peers = Inbox(), dict[str, Peer]()
+        self._early = dict[Peer, list[Peer]]()  # connections on which a peer is asked before it has computed a prompt
         devices = devices_of(context)
         self._landing = Landing(context.copy, devices)
         for one in options.peers if options.role != "prefill" else ():
             name, number = address_of(one)
-            self._peers[one] = peer = Peer(
+            build = partial(
+                Peer,
                 (name, number + self._rank),
                 identity=self._identity,
                 sizes=sizes,
@@ -86,8 +93,11 @@ class Handoff:
                 pinned=bool(devices),
                 nixl=nixl,
             )
-            finalize(self, peer.close)
-        self._owner: OrderedDict[Key, Peer] = OrderedDict()
+            self._peers[one] = peer = build()
+            self._early[peer] = [build() for _ in range(EARLY)]
+            for lane in (peer, *self._early[peer]):
+                finalize(self, lane.close)
+        self._owner: OrderedDict[Key, tuple[Peer, str]] = OrderedDict()  # with the name of the prompt
         self._unknown: set[str] = set()  # peers that requests have named in vain
         self._here: set[int] = set()
         self._unsaved: set[int] = set()  # blocks of an engine that saves nothing
@@ -102,14 +112,16 @@ class Handoff:
             return own
         for one, here in zip(hashes, own, strict=True):
             if not here:
-                self._owner[group, one] = peer
+                self._owner[group, one] = peer, _prompt(params)
         while len(self._owner) > _MOST:
             self._owner.popitem(last=False)
         return [True] * len(hashes)
 
     def answer(self, params: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if self._server is None or not params.get("do_remote_decode"):
+        if self._server is None or self._store is None or not params.get("do_remote_decode"):
             return None
+        if prompt := _prompt(params):
+            self._store.over(prompt)
         host, port = self._server.address
         first = port - self._rank  # all ranks answer alike
         return {
@@ -139,19 +151,31 @@ class Handoff:
             self._saver.save(saves, {key_of(one) for one in loads})
         else:
             self._unsaved |= {one.block for one in saves}
-        asked, own = dict[Peer, list[CacheBlock]](), list[tuple[CacheBlock, torch.Tensor]]()
+        asked, own = dict[tuple[Peer, str], list[CacheBlock]](), list[tuple[CacheBlock, torch.Tensor]]()
         for one in loads:
-            peer = self._owner.pop(key_of(one), None)
+            owner = self._owner.pop(key_of(one), None)
             if self._store is not None and self._store.holds(key_of(one)):
                 own.append((one, self._store.row(key_of(one))))
-            elif peer is None:
+            elif owner is None:
                 self._failed.add(one.block)
             else:
-                asked.setdefault(peer, []).append(one)
+                asked.setdefault(owner, []).append(one)
         copied(self._copy.to_device, own)
         self._here |= {one.block for one, _ in own}
-        for peer, blocks in asked.items():
-            peer.load(blocks)
+        for (peer, prompt), blocks in asked.items():
+            lane = min(self._early[peer], key=lambda one: one.under_way) if prompt else peer
+            lane.load(blocks, prompt)
+
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        if self._saver is not None:
+            self._saver.filling(blocks)
+
+    def wait_layer(self, layer: int) -> None:
+        """Do nothing, because a request's blocks are here before it runs."""
+
+    def save_layer(self, layer: int) -> None:
+        if self._saver is not None:
+            self._saver.save_layer(layer)
 
     def wait(self) -> None:
         """Do nothing, because blocks stay as they are until they are saved."""
@@ -172,11 +196,12 @@ class Handoff:
         return failed
 
     def finish(self) -> None:
-        for peer in self._peers.values():
-            peer.hurried = True
+        lanes = [lane for peer, early in self._early.items() for lane in (peer, *early)]
+        for one in lanes:
+            one.hurry()
         self._inbox.wait()
-        for peer in self._peers.values():
-            peer.hurried = False
+        for one in lanes:
+            one.hurried = False
         self._land()
         self._here |= self._landing.finish()
         if self._saver is not None:
@@ -239,6 +264,12 @@ def _refuse(context: KVConnectorContext) -> None:
             "several engines: no answer could say which of them has computed a prompt",
             fix="start a server for each and give `slotline route` several --prefill, or set role = 'decode'",
         )
+
+
+def _prompt(params: Mapping[str, Any]) -> str:
+    """Return the name of a prompt, by which both of its requests call it. Empty if it has none."""
+    name = params.get("transfer_id")
+    return name if isinstance(name, str) and len(name) <= 100 else ""
 
 
 def _rank(part: str) -> int:

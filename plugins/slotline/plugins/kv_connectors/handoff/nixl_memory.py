@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -56,28 +57,34 @@ class FarMemory:
         self._address = int(hello["address"])
         self._whose = self._agent.add(b64decode(hello["metadata"]))
 
-    def read(self, places: Sequence[int], rows: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+    @contextmanager
+    def writing(self, memory: torch.Tensor) -> Iterator[None]:
+        """Let `read` write to memory of this process meanwhile, [bytes] uint8."""
+        registered = self._agent.register("DRAM", [Part(memory.data_ptr(), memory.numel())])
+        try:
+            yield
+        except TimeoutError:
+            _ABANDONED.append(memory)
+            raise
+        except BaseException:
+            self._agent.forget(registered)
+            raise
+        self._agent.forget(registered)
+
+    def read(self, places: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         """Copy stretches of that memory.
 
         Args:
             places: their first bytes.
-            rows: where they go, [length] uint8 each.
-            memory: that all rows are in.
+            rows: where they go, [length] uint8 each, in memory that `writing` was given.
 
         Raises:
             OSError: if that process has gone or does not answer.
         """
-        if not rows:
-            return
-        here = [Part(row.data_ptr(), row.numel()) for row in rows]
-        there = [Part(self._address + place, part.length) for place, part in zip(places, here, strict=True)]
-        registered = self._agent.register("DRAM", [Part(memory.data_ptr(), memory.numel())])
-        try:
+        if rows:
+            here = [Part(row.data_ptr(), row.numel()) for row in rows]
+            there = [Part(self._address + place, part.length) for place, part in zip(places, here, strict=True)]
             self._agent.transfer("READ", here, "DRAM", there, self._whose, self._timeout)
-        except TimeoutError:
-            _ABANDONED.append(memory)
-            raise
-        self._agent.forget(registered)
 
 
 def _name() -> str:

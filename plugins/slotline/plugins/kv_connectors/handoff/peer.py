@@ -9,10 +9,10 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,6 +38,18 @@ class Identity:
     """Name of the bytes that this engine can use. It changes with the weights."""
 
     text: str
+
+
+class BlocksAsked(NamedTuple):
+    """Blocks that are to be loaded.
+
+    Attributes:
+        blocks: which ones.
+        prompt: the name of the prompt if the peer may be computing it, empty for one that has been computed.
+    """
+
+    blocks: tuple[CacheBlock, ...]
+    prompt: str
 
 
 class ItemsAsked(NamedTuple):
@@ -118,13 +130,15 @@ class Peer:
     ) -> None:
         self._address, self._identity, self._sizes = address, identity, tuple(sizes)
         self._timeout, self._inbox = timeout, inbox
-        self._asked: SimpleQueue[Sequence[CacheBlock] | ItemsAsked | None] = SimpleQueue()
+        self._asked: SimpleQueue[BlocksAsked | ItemsAsked | None] = SimpleQueue()
         self._connection: socket.socket | None = None
         self._memory: mmap.mmap | None = None
         self._far: FarMemory | None = None
         self._nixl, self._pinned = nixl, pinned
         self._failed_at: float | None = None
         self.hurried = False
+        self._waits = False  # for a prompt that may not have been computed
+        self._changed, self._under_way = Lock(), 0
         self._thread: Thread | None = None
 
     @property
@@ -137,16 +151,29 @@ class Peer:
         """Whether it is worth asking."""
         return self._failed_at is None or time.monotonic() - self._failed_at > PAUSE
 
-    def load(self, blocks: Sequence[CacheBlock]) -> None:
-        """Load blocks soon."""
+    @property
+    def under_way(self) -> int:
+        """How much was asked of it that has not ended."""
+        return self._under_way
+
+    def hurry(self) -> None:
+        """Have blocks fail at once that have not been asked for yet, or that may not have been computed."""
+        self.hurried = True
+        if self._waits:
+            self._shut()
+
+    def load(self, blocks: Sequence[CacheBlock], prompt: str = "") -> None:
+        """Load blocks soon, as they are computed if their prompt has a name."""
         self._inbox.expect(len(blocks))
-        self._ask(blocks)
+        self._ask(BlocksAsked(tuple(blocks), prompt))
 
     def load_items(self, mm_hashes: Sequence[str]) -> None:
         """Load encoder outputs soon."""
         self._ask(ItemsAsked(tuple(mm_hashes)))
 
-    def _ask(self, asked: Sequence[CacheBlock] | ItemsAsked) -> None:
+    def _ask(self, asked: BlocksAsked | ItemsAsked) -> None:
+        with self._changed:
+            self._under_way += 1
         if self._thread is None:
             self._thread = Thread(target=self._run, name="slotline-handoff", daemon=True)
             self._thread.start()
@@ -156,6 +183,10 @@ class Peer:
         """End the thread and the connection."""
         self.hurried = True
         self._asked.put(None)
+        self._shut()
+
+    def _shut(self) -> None:
+        """End the connection. Who waits for it gets an error."""
         if (connection := self._connection) is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -166,10 +197,15 @@ class Peer:
                 nothing: dict[str, torch.Tensor | None] = dict.fromkeys(asked.mm_hashes)
                 load = partial(self._loaded_items, asked.mm_hashes)
                 self._inbox.put_items(self._tried(load, nothing, f"{len(nothing)} encoder outputs"))
-                continue
-            lost: list[Loaded] = [(one, None) for one in asked]
-            for block, row in self._tried(partial(self._loaded, asked), lost, f"{len(asked)} blocks"):
-                self._inbox.put(block, row)
+            else:
+                left = {one.block: one for one in asked.blocks}
+                self._waits = bool(asked.prompt)
+                self._tried(partial(self._load, left, asked.prompt), None, f"{len(left)} blocks")
+                self._waits = False
+                for block in left.values():
+                    self._inbox.put(block, None)
+            with self._changed:
+                self._under_way -= 1
         self._disconnect()
 
     def _tried(self, load: Callable[[], T], nothing: T, what: str) -> T:
@@ -214,41 +250,65 @@ class Peer:
                     found[mm_hash] = output_of(data, shape, dtype)
         return found
 
-    def _loaded(self, blocks: Sequence[CacheBlock]) -> list[Loaded]:
-        """Return blocks with their bytes, None for those that the peer lacks or whose checksum is wrong."""
-        connection = self._connected()
-        keys = [(one.group, one.block_hash) for one in blocks]
-        self._send(connection, blocks=named(keys), send=not self.mapped and self._far is None)
-        answer = self._received(connection)["blocks"]
-        if len(answer) != len(blocks):
-            raise ValueError(f"the peer tells of {len(answer)} blocks, of {len(blocks)}")
-        found = [
-            (block, int(one[0]), int(one[1])) for block, one in zip(blocks, answer, strict=True) if one is not None
-        ]
-        sizes = [self._sizes[block.group] for block, _, _ in found]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
-        rows = memory.split(sizes)
-        self._read(connection, [place for _, place, _ in found], rows, memory)
-        good = {
-            block.block: row
-            for (block, _, checksum), row in zip(found, rows, strict=True)
-            if checksum_of(row.numpy()) == checksum
-        }
-        if len(good) < len(found):
-            text = "kv_connector.handoff: %d blocks of %s:%d have other checksums"
-            logger.warning(text, len(found) - len(good), *self._address)
-        return [(block, good.get(block.block)) for block in blocks]
+    def _load(self, left: dict[int, CacheBlock], prompt: str) -> None:
+        """Load blocks, and put each into the inbox once it is whole, without bytes if its checksum is wrong.
 
-    def _read(
-        self, connection: socket.socket, places: Sequence[int], rows: Sequence[torch.Tensor], memory: torch.Tensor
-    ) -> None:
-        """Copy blocks from their places in the peer's memory, or as they come over the connection.
+        Args:
+            left: the blocks, by number. Those that are put away are deleted.
+            prompt: its name, see `BlocksAsked`.
+        """
+        connection, blocks, wrong = self._connected(), list(left.values()), 0
+        keys = [(one.group, one.block_hash) for one in blocks]
+        self._send(connection, blocks=named(keys), prompt=prompt, send=not self.mapped and self._far is None)
+        sizes = [self._sizes[block.group] for block in blocks]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
+        rows, ended = memory.split(sizes), 0
+        with self._registered(memory):
+            while ended < len(blocks):
+                answer = self._received(connection)
+                self._read_parts(connection, answer["parts"], rows)
+                for index, checksum in answer["ended"]:
+                    block, row, ended = blocks[index], rows[index], ended + 1
+                    good = checksum is not None and checksum_of(row.numpy()) == checksum
+                    wrong += checksum is not None and not good
+                    if left.pop(block.block, None) is None:
+                        raise ValueError(f"the peer tells twice of the block {index}")
+                    self._inbox.put(block, row if good else None)
+        if wrong:
+            text = "kv_connector.handoff: %d blocks of %s:%d have other checksums"
+            logger.warning(text, wrong, *self._address)
+
+    def _registered(self, memory: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which NIXL may write to memory, if it reads the blocks."""
+        return nullcontext() if self._far is None else self._far.writing(memory)
+
+    def _read_parts(self, connection: socket.socket, parts: Sequence[Any], rows: Sequence[torch.Tensor]) -> None:
+        """Copy parts of blocks.
+
+        Args:
+            parts: of each the number of its block, the block's place, and the part's first byte and its end.
+            rows: of the blocks.
+
+        Raises:
+            OSError: if the peer has gone.
+            ValueError: if a part is none of its block.
+        """
+        places, own = list[int](), list[torch.Tensor]()
+        for index, place, first, end in parts:
+            if not (0 <= index < len(rows) and 0 <= first <= end <= len(rows[index]) and place >= 0):
+                raise ValueError(f"bytes {first} to {end} of block {index}")
+            places.append(place + first)
+            own.append(rows[index][first:end])
+        self._read(connection, places, own)
+
+    def _read(self, connection: socket.socket, places: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Copy bytes from their places in the peer's memory, or as they come over the connection.
 
         Raises:
             OSError: if the peer has gone.
         """
         if self._far is not None:
-            self._far.read(places, rows, memory)
+            self._far.read(places, rows)
             return
         for place, row in zip(places, rows, strict=True):
             if self._memory is None:

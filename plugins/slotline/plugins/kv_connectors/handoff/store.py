@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from threading import Condition
@@ -18,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import define, field
 
 from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import CapacityError
@@ -26,6 +28,9 @@ logger = logging.getLogger("slotline")
 T = TypeVar("T")
 Key = tuple[int, BlockHash]
 """A cache group, and the hash of the prefix that a block ends."""
+WORD = 8
+_MOST = 10_000
+"""Prompts of which it is known that they have been computed."""
 HEADER = 64
 """Bytes before the first row. They begin with the secret."""
 
@@ -53,9 +58,9 @@ def checksum_of(data: npt.NDArray[np.uint8]) -> int:
     Memory is as fast as it. It tells a block from another one, or from a mixture of two, which is what happens to a
     block that was overwritten while it was read. Other threads run meanwhile.
     """
-    words = len(data) // 8
-    rest = int.from_bytes(data[8 * words :].tobytes(), "little")
-    return (int(data[: 8 * words].view(np.uint64).sum(dtype=np.uint64)) + rest) % 2**64
+    words = len(data) // WORD
+    rest = int.from_bytes(data[WORD * words :].tobytes(), "little")
+    return (int(data[: WORD * words].view(np.uint64).sum(dtype=np.uint64)) + rest) % 2**64
 
 
 class Found(NamedTuple):
@@ -70,18 +75,55 @@ class Found(NamedTuple):
     checksum: int
 
 
+class Part(NamedTuple):
+    """A block that is being written.
+
+    Attributes:
+        place: of its first byte in the memory.
+        written: its first bytes that are there.
+    """
+
+    place: int
+    written: int
+
+
+@define(eq=False)
+class _Writing:
+    """A block that is being written.
+
+    Attributes:
+        row: where.
+        ends: of the parts that are written, the end of each by its first byte.
+        checksum: of these parts together, None if their words are not those of the block.
+    """
+
+    row: int
+    ends: dict[int, int] = field(factory=dict)
+    checksum: int | None = 0
+
+    @property
+    def written(self) -> int:
+        """Return how many bytes are written before the first one that is not."""
+        end = 0
+        while end in self.ends:
+            end = self.ends[end]
+        return end
+
+
 class _Rows:
     """Rows of one size in a part of the memory, found by a block's hash. The least recently used go first.
 
     Attributes:
         first, size: place of the first row, and bytes of each.
         row_of: the rows of blocks, least recently used first.
+        checksums: of the blocks in these rows, by row.
         free: the others.
     """
 
     def __init__(self, first: int, size: int, count: int) -> None:
         self.first, self.size = first, size
         self.row_of: OrderedDict[Key, int] = OrderedDict()
+        self.checksums: dict[int, int] = {}
         self.free = list(range(count - 1, -1, -1))
 
     def take(self, but: Collection[Key]) -> int | None:
@@ -111,6 +153,7 @@ class Store:
     Attributes:
         path: by which processes of this machine can open the memory, while this one runs.
         secret: a text at its beginning by which they know that it is this memory.
+        version: how often blocks have changed.
 
     Raises:
         CapacityError: if it does not hold one block of each size, or cannot be had.
@@ -141,8 +184,10 @@ class Store:
         self.path = f"/proc/{os.getpid()}/fd/{file}"
         self._file = file
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._changed = Condition()  # blocks have been published
-        self._taken: dict[Key, int] = {}  # rows that are being written
+        self._changed = Condition()
+        self._taken: dict[Key, _Writing] = {}
+        self._over: OrderedDict[str, float] = OrderedDict()  # prompts by name, and when they were computed
+        self.version = 0
 
     def pin(self) -> None:
         """Register the memory with the CUDA driver, so that copies to it are asynchronous."""
@@ -183,39 +228,87 @@ class Store:
                 if key in rows.row_of:
                     rows.row_of.move_to_end(key)
                 elif key not in self._taken and (row := rows.take(but)) is not None:
-                    self._taken[key] = row
+                    self._taken[key] = _Writing(row)
                     taken.append((key, self._row(key, row)))
         return taken
 
-    def publish(self, keys: Sequence[Key]) -> None:
-        """Have blocks found that were taken. Their bytes are there. Any thread may call it."""
+    def restart(self, keys: Collection[Key]) -> None:
+        """Forget the parts of blocks that are written again. Any thread may call it."""
         with self._changed:
             for key in keys:
-                if (row := self._taken.pop(key, None)) is not None:
-                    self._rows_of[key[0]].row_of[key] = row
-            self._changed.notify_all()
+                if (writing := self._taken.get(key)) is not None:
+                    writing.ends.clear()
+                    writing.checksum = 0
+
+    def wrote(self, keys: Sequence[Key], first: int, end: int) -> None:
+        """Take note of the bytes from `first` to `end` of blocks that are being written. Any thread may call it."""
+        for key in keys:
+            if (writing := self._taken.get(key)) is None:
+                continue
+            part = checksum_of(self._row(key, writing.row)[first:end].numpy())
+            with self._changed:
+                known = writing.checksum is not None and first not in writing.ends and not (first % WORD or end % WORD)
+                writing.checksum = ((writing.checksum or 0) + part) % 2**64 if known else None
+                writing.ends[first] = end
+        self._change()
+
+    def is_whole(self, key: Key) -> bool:
+        """Return whether all parts of a block that was taken are written."""
+        writing = self._taken.get(key)
+        return writing is not None and writing.written == self._sizes[key[0]]
+
+    def publish(self, keys: Sequence[Key]) -> None:
+        """Have blocks found that were taken. Their bytes are there. Any thread may call it."""
+        for key in keys:
+            if (writing := self._taken.get(key)) is None:
+                continue
+            checksum = writing.checksum
+            if checksum is None or not self.is_whole(key):
+                checksum = checksum_of(self._row(key, writing.row).numpy())
+            with self._changed:
+                rows = self._rows_of[key[0]]
+                del self._taken[key]
+                rows.row_of[key], rows.checksums[writing.row] = writing.row, checksum
+        self._change()
 
     def discard(self, keys: Sequence[Key]) -> None:
         """Give back the rows of blocks that were taken, and could not be written."""
         with self._changed:
             for key in keys:
-                if (row := self._taken.pop(key, None)) is not None:
-                    self._rows_of[key[0]].free.append(row)
-            self._changed.notify_all()
+                if (writing := self._taken.pop(key, None)) is not None:
+                    self._rows_of[key[0]].free.append(writing.row)
+        self._change()
 
-    def find(self, keys: Sequence[Key], timeout: float = 0.0) -> list[Found | None]:
-        """Return where blocks are, None for those that are not here. Any thread may call it.
+    def is_over(self, name: str, *, since: float) -> bool:
+        """Return whether a prompt has been computed for so many seconds, by the name that its request gave."""
+        return time.monotonic() - self._over.get(name, float("inf")) >= since
+
+    def over(self, name: str) -> None:
+        """Take note that a prompt has been computed. Any thread may call it."""
+        with self._changed:
+            self._over[name] = time.monotonic()
+            while len(self._over) > _MOST:
+                self._over.popitem(last=False)
+        self._change()
+
+    def look(self, keys: Sequence[Key], version: int, timeout: float) -> tuple[int, list[Found | Part | None]]:
+        """Return the version and what there is of blocks, None for those of which nothing is here.
 
         Args:
-            timeout: seconds to wait for blocks that are being written.
+            version: what was seen already. Something else is waited for.
+            timeout: seconds to wait.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._taken.keys().isdisjoint(keys), timeout)
-        return [self._find(key) for key in keys]
+            self._changed.wait_for(lambda: self.version != version, timeout)
+            return self.version, [self._find(key) or self._part(key) for key in keys]
 
-    def bytes_of(self, place: int, group: int) -> memoryview:
-        """Return the bytes at a place, of a block of a cache group."""
-        return memoryview(self._memory)[place : place + self._sizes[group]]
+    def size(self, group: int) -> int:
+        """Return the bytes of a block of a cache group."""
+        return self._sizes[group]
+
+    def bytes_of(self, first: int, end: int) -> memoryview:
+        """Return the bytes from a place to another one."""
+        return memoryview(self._memory)[first:end]
 
     def drop(self, key: Key) -> None:
         """Forget a block that is here."""
@@ -237,12 +330,19 @@ class Store:
         return self._bytes[place : place + self._sizes[key[0]]]
 
     def _find(self, key: Key) -> Found | None:
-        if (rows := self._rows_of.get(key[0])) is None:
+        """Return where a block is. The caller has the lock."""
+        if (rows := self._rows_of.get(key[0])) is None or (row := rows.row_of.get(key)) is None:
             return None
+        rows.row_of.move_to_end(key)
+        return Found(rows.place(row), rows.checksums[row])
+
+    def _part(self, key: Key) -> Part | None:
+        """Return what is written of a block. The caller has the lock."""
+        if (writing := self._taken.get(key)) is None:
+            return None
+        return Part(self._rows_of[key[0]].place(writing.row), writing.written)
+
+    def _change(self) -> None:
         with self._changed:
-            if (row := rows.row_of.get(key)) is None:
-                return None
-            rows.row_of.move_to_end(key)
-        checksum = checksum_of(np.frombuffer(self.bytes_of(rows.place(row), key[0]), np.uint8))
-        with self._changed:  # nobody has written to it meanwhile
-            return Found(rows.place(row), checksum) if rows.row_of.get(key) == row else None
+            self.version += 1
+            self._changed.notify_all()

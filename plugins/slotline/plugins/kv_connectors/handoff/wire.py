@@ -8,7 +8,7 @@ from typing import Any
 
 from slotline.plugins.kv_connectors.handoff.store import Key
 
-VERSION = 3
+VERSION = 4
 LONGEST = 16 * 2**20
 """Bytes of a message at most, without the blocks."""
 
