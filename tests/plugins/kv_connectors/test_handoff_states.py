@@ -60,13 +60,13 @@ def checkpoints_of(llm: LLM) -> Any:
 def slowed(decode: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks and states take their time."""
     (peer,) = connector_of(decode)._peers.values()
-    loaded = peer._loaded
+    load = peer._load
 
-    def slowly(blocks: Any) -> Any:
+    def slowly(left: Any, prompt: str) -> None:
         time.sleep(0.2)
-        return loaded(blocks)
+        load(left, prompt)
 
-    monkeypatch.setattr(peer, "_loaded", slowly)
+    monkeypatch.setattr(peer, "_load", slowly)
 
 
 @pytest.mark.parametrize("lost", ["none", "states", "blocks", "some"])
