@@ -59,6 +59,7 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import asked_shard
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
+from slotline.registry.collection import rare_collection
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     Communicator,
@@ -98,13 +99,14 @@ def build_engine(
         SlotlineError: of the kind that fits.
     """
     startup = StepProfiler(enabled=True)
-    with startup.scope("plan"):
-        planned = planned or make_plan(loaded, place=ALONE if ranks is None else ranks.place)
-    if ranks is not None:
-        compare(ranks, planned)
-    log_warnings(planned)
-    with planned.hardware[planned.device].scope():
-        engine = EngineBuilder(planned, startup, ranks, engine_class).build()
+    with rare_collection():
+        with startup.scope("plan"):
+            planned = planned or make_plan(loaded, place=ALONE if ranks is None else ranks.place)
+        if ranks is not None:
+            compare(ranks, planned)
+        log_warnings(planned)
+        with planned.hardware[planned.device].scope():
+            engine = EngineBuilder(planned, startup, ranks, engine_class).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
     return engine

@@ -56,7 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help`, `--version` and arguments that cannot be parsed.
     """
-    return run_process(lambda interrupts: _run(None, interrupts)) if argv is None else _run(argv, None)
+    return run_process(_run_alone) if argv is None else _run(argv, None)
+
+
+def _run_alone(interrupts: Interrupts) -> int:
+    """Run the command that is the whole of this process."""
+    from slotline.registry.collection import rare_collection
+
+    with rare_collection():
+        return _run(None, interrupts)
 
 
 def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:

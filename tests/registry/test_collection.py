@@ -1,0 +1,33 @@
+"""Garbage is collected rarely while a process starts."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from slotline.registry.collection import rare_collection
+
+
+@pytest.fixture(autouse=True)
+def own_threshold():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_collection_is_rare_inside_and_as_before_afterwards() -> None:
+    gc.set_threshold(700, 10, 10)
+    with rare_collection():
+        with rare_collection():
+            assert gc.get_threshold()[0] > 10_000
+        assert gc.get_threshold()[0] > 10_000
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("threshold", [0, 1_000_000])
+def test_a_process_that_collects_more_rarely_keeps_its_threshold(threshold: int) -> None:
+    gc.set_threshold(threshold, 5, 5)
+    with rare_collection():
+        assert gc.get_threshold() == (threshold, 5, 5)
+    assert gc.get_threshold() == (threshold, 5, 5)
