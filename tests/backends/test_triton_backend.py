@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 
 from slotline.backends.triton import descriptor
 from slotline.backends.triton.backend import TritonBackend
-from slotline.conformance.attention import graphs
+from slotline.backends.triton.build import build
+from slotline.conformance.attention import graphs, hostile
 from slotline.conformance.attention.prefix_groups import FORMS, requests_of
 from slotline.registry.capability import Set
 from slotline.registry.descriptor import DeviceInfo
@@ -237,6 +238,23 @@ def test_single_tokens_take_narrow_tiles_where_their_last_round_is_full(programs
     assert backend._cores == case.num_kv_heads
     ((launch,),) = backend.plan(World(case).batch).launches
     assert launch.shape.tile == tile
+
+
+def test_inputs_of_any_strides_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And results are written there: nothing is copied but what has gaps within a head."""
+    copied: list[tuple[int, ...]] = []
+    copy = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: (copied.append(tuple(self.shape)), copy(self))[1])
+    capabilities = evolve(descriptor.capabilities, devices=Set(("cpu",)), min_compute_capability=None)
+    offer = evolve(descriptor, capabilities=capabilities, factory=build, probe=None)
+    subject = subject_of(offer, device=DeviceInfo(type="cpu"))
+    cases = [case for case in hostile.by_part(subject) if case["shape"] == "chunk" or case["part"] == "query"]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty_like", lambda *_, **__: pytest.fail("results are copied"))
+        for case in cases:
+            hostile.any_strides(Run(subject, case, seed=3))
+    assert len(cases) > 9
+    assert copied == []
 
 
 @pytest.mark.slow

@@ -104,3 +104,28 @@ def test_a_layer_uses_the_picks_of_an_earlier_one() -> None:
     plan = backend.plan(first.batch)
     first.check(*first.step(backend, plan))
     second.check(*second.step(backend, plan))
+
+
+PARENTS = (-1, 0, 1, -1, 3, 0, 4, 3)
+BUSHY = (-1, -1, -1, 0, 2, 4, 4, 1)
+VERIFIED = (((1, 17), 0), ((1, 49), 7), ((9, 40), 8), ((5, 5), 4), ((12, 60), 8), ((9, 9), 8), ((2, 30), 5))
+"""Requests and their nodes, of which the first may be in the cache already."""
+
+
+@pytest.mark.parametrize(
+    ("trees", "most", "tile"),
+    [("one", 12, None), ("own", 45, None), ("own", 12, 32), ("one", 45, 32), ("own", 1, None)],
+)
+def test_nodes_of_a_tree_pick_among_their_path(
+    trees: str, most: int, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tile is not None:
+        monkeypatch.setattr(index_scores, "PICK_TILE", tile)
+    requests, nodes = zip(*VERIFIED, strict=True)
+    tree = {"parents": PARENTS} if trees == "one" else {"request_parents": (PARENTS, BUSHY) * 3 + (BUSHY,)}
+    case = Case(requests=requests, num_nodes=nodes, **{**INDEXED, **tree, "index_topk": most})
+    first, second = IndexedWorld(case), SharingWorld(case)
+    backend = build(evolve(case.context(), layers=(first.layer, second.layer)))
+    plan = backend.plan(first.batch)
+    first.check(*first.step(backend, plan))
+    second.check(*second.step(backend, plan))

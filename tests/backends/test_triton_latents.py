@@ -117,6 +117,16 @@ def test_explain_and_one_warning_name_the_kernels_that_triton_lacks_names_for(
     assert "prompts, single tokens" in message
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_heads": 20, "dtype": torch.float16}])
+@pytest.mark.parametrize("own", [False, True])
+def test_nodes_of_a_tree_see_the_known_tokens_and_their_own_path(own: bool, changes: dict[str, Any]) -> None:
+    tree, bushy = (-1, 0, 1, -1, 3, 0, 4, 3), (-1, -1, -1, 0, 2, 4, 4, 1)
+    requests, nodes = ((1, 17), (1, 49), (9, 140), (5, 5), (12, 60)), (0, 7, 8, 4, 8)
+    trees: dict[str, Any] = {"request_parents": (tree, bushy, bushy, tree, bushy)} if own else {"parents": tree}
+    world = World(Case(requests=requests, num_nodes=nodes, **{**LATENT, **changes, **trees}))
+    world.check(*world.run(build(world.case.context())))
+
+
 def plan_of(requests: tuple[tuple[int, int], ...], num_heads: int) -> Any:
     world = World(Case(requests=requests, **{**LATENT, "num_heads": num_heads, "dtype": torch.float16}))
     return build(world.case.context()).plan(world.batch).launches

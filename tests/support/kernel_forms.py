@@ -91,8 +91,11 @@ def attention(**more: Any) -> None:
             attended(requests, **more)
 
 
-def attended(requests: tuple[tuple[int, int], ...], **more: Any) -> None:
-    """The attention of a step, of requests with so many query tokens and so many keys."""
+def attended(requests: tuple[tuple[int, int], ...], *, strided: bool = False, **more: Any) -> None:
+    """The attention of a step, of requests with so many query tokens and so many keys.
+
+    `strided`: the heads of query and key are expanded, the table is a slice, and heads of `out` lie apart.
+    """
     from slotline.backends.triton.backend import TritonBackend
     from slotline.backends.triton.latents import TritonLatents
     from slotline.testing.environments.attention import Case, World
@@ -101,11 +104,16 @@ def attended(requests: tuple[tuple[int, int], ...], **more: Any) -> None:
     world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=32, **more).friendly())
     fixed = torch.zeros(len(requests), 64, dtype=torch.int32)[:, : world.block_table.shape[1]]
     fixed.copy_(world.block_table)  # as wide in memory whatever the batch, as the engine's are on a GPU
+    if strided:
+        fixed = torch.zeros(len(requests) + 1, 128, dtype=torch.int32)[1:, 64:]
     world.batch.block_table = fixed
     backend = build(world.case.context("cpu"))
     plan = backend.plan(world.batch)
     query, key, value = world.new_tokens()
     out = torch.zeros(*query.shape[:2], world.layer.head_size_v, dtype=query.dtype)
+    if strided:
+        query, key = (part[:, :1].expand(part.shape) for part in (query, key))
+        out = torch.zeros(out.shape[1], len(out) + 2, out.shape[2] + 16, dtype=out.dtype)[:, 1:-1, :-16].transpose(0, 1)
     backend.write(world.layer, key, value, world.cache, plan)
     backend.forward(world.layer, query, key, value, world.cache, plan, out)
 
@@ -249,6 +257,43 @@ def hopper_decodes(n: int) -> Callable[[], bool]:
     return partial(HopperDecodes(world.case.context("cpu"), 32).attend, *given)
 
 
+def strides() -> None:
+    """Batches whose inputs and results are expanded or sliced, which need no other kernels than dense ones."""
+    for n in COUNTS:
+        for strided in (False, True):
+            attended(((1, 40),) * n, strided=strided, head_size=128)
+            attended(((n, n), (3, 50)), strided=strided, head_size=128)
+
+
+def trees() -> None:
+    """Latents of requests that verify a tree, with an index and without, and whether the kernels for this compile."""
+    from slotline.backends.triton.build import build
+    from slotline.testing.environments.attention import Case, World
+    from slotline.testing.environments.attention_index import IndexedWorld
+
+    sizes: dict[str, Any] = {"mla": True, "num_kv_heads": 1, "num_heads": 16, "head_size": 96, "head_size_v": 64}
+    index: dict[str, Any] = {"index_topk": 30, "index_heads": 16, "index_size": 32, "cache_format": "latent_index"}
+
+    def launch(n: int, known: int, kind: type[World], **more: Any) -> None:
+        both = {
+            "requests": ((9, known),) * n,
+            "num_nodes": (8,) * n,
+            "request_parents": ((-1, 0, 0, 1, 1, 2, 2, 3),) * n,
+        }
+        world = kind(Case(**both, dtype=torch.bfloat16, block_size=64, **sizes, **more).friendly())
+        world.batch.block_table = torch.zeros(n, 64, dtype=torch.int32)
+        backend = build(world.case.context("cpu"))
+        plan = backend.plan(world.batch)
+        query, key, value = world.new_tokens()
+        out = torch.zeros(*query.shape[:2], 64, dtype=query.dtype)
+        backend.forward(world.layer, query, key, value, world.cache, plan, out, **world.inputs())
+
+    for n in COUNTS[:6]:
+        launch(n, 40, World)
+        launch(n, 40, IndexedWorld, **index)
+    assert compiled([partial(launch, 2, 40, World), partial(launch, 2, 40, IndexedWorld, **index)]) == 4
+
+
 def states() -> None:
     """Every kind of state layer: single tokens, prompts, both, verifying steps."""
     from negotiation_cases import CPU
@@ -322,8 +367,8 @@ def report(kind: str, *limits: str) -> None:
     elif kind == "uncompiled":
         uncompiled()
         return
-    elif kind == "indexed":
-        indexed()
+    elif kind in ("indexed", "strides", "trees"):
+        {"indexed": indexed, "strides": strides, "trees": trees}[kind]()
     elif kind == "latents":
         attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
     else:

@@ -14,6 +14,7 @@ from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, decode_codes, kernels
 from slotline.backends.triton.prompts import PromptAttention
+from slotline.backends.triton.trees import node_counts
 from slotline.backends.window_scores import window_scores
 from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import (
@@ -159,15 +160,7 @@ class TritonBackend:
 
     def plan(self, batch: AttentionBatch) -> Plan:
         plan = self._planned(batch)
-        if (tree := batch.tree) is None:
-            return plan
-        nodes = tree.num_nodes_device
-        return plan._replace(nodes=self._uploaded(tree.num_nodes) if nodes is None else nodes)
-
-    def _uploaded(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """Copy to the device without waiting, from pinned memory, which is kept until the copy is done."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else tensor.to(self._device)
+        return plan if batch.tree is None else plan._replace(nodes=node_counts(batch.tree, self._device))
 
     def _planned(self, batch: AttentionBatch) -> Plan:
         decodes, requests = batch.num_decodes, batch.num_requests

@@ -15,10 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton.latent_kernels import _find_request
+from slotline.backends.triton.latent_kernels import _find_request, on_path
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "low", "high", "num_splits"])
+@triton.jit(do_not_specialize=["num_nodes", "nodes_row", "first", "num_requests", "low", "high", "num_splits"])
 def score_keys(
     query,
     weight,
@@ -27,6 +27,10 @@ def score_keys(
     table,
     seq_lens,
     starts,
+    nodes,
+    sees,
+    num_nodes,
+    nodes_row,
     first,
     num_requests,
     low,
@@ -48,13 +52,15 @@ def score_keys(
     tile: tl.constexpr,
     block_q: tl.constexpr,
     single: tl.constexpr,
+    has_tree: tl.constexpr,
     exact: tl.constexpr,
 ):
     """Score a split of a request's keys for a block of its query tokens. Grid: (blocks of tokens, splits).
 
     Requests are `first` .. `num_requests`. `single` means that each has one query token. Scores of query tokens `low`
     .. `high` go to [tokens from `low` on, keys] float32. Those of keys after the last query of a block are left as they
-    are.
+    are. `has_tree`: the last nodes [requests] query tokens of each request are the first nodes of a tree, as in
+    `kernels.attend`, and nodes that are not on a token's path have the score of minus infinity.
     """
     if single:
         request, block = first + tl.program_id(0), 0
@@ -77,6 +83,11 @@ def score_keys(
     first_tile = tl.program_id(1) * share
     last_tile = tl.minimum(last_tile, first_tile + share)
     table += request.to(tl.int64) * table_row
+    before, node = length, -1  # keys before a tree's nodes, and the number of the block's first token among these
+    if has_tree:
+        before = length - tl.load(nodes + request)
+        node = length - query_len + block * block_q - before + tl.zeros([1], tl.int32)
+        sees += request.to(tl.int64) * nodes_row * num_nodes
     head, dim = tl.arange(0, padded_heads), tl.arange(0, padded)
     known = head < heads
     taken = known[:, None] & (dim < size)[None, :]
@@ -91,7 +102,10 @@ def score_keys(
             key = number * tile + tl.arange(0, tile)
             real = key < end
             stored = _index_keys(keys, table, key, real, dim, k_block, k_token, size, page).to(q.dtype)
-            tl.store(scores + key, _scores(q, stored, factor, exact), mask=real)
+            found = _scores(q, stored, factor, exact)
+            if has_tree:
+                found = tl.where(on_path(sees, node, key - before, real, num_nodes), found, -float("inf"))
+            tl.store(scores + key, found, mask=real)
     else:
         for number in range(first_tile, last_tile):
             key = number * tile + tl.arange(0, tile)
@@ -100,7 +114,10 @@ def score_keys(
             for token in range(skipped, count):
                 q = tl.load(q_at + (row + token) * q_token, mask=taken, other=0.0)
                 factor = tl.load(w_at + (row + token) * w_token, mask=known, other=0.0)
-                tl.store(scores + token * s_token + key, _scores(q, stored.to(q.dtype), factor, exact), mask=real)
+                found = _scores(q, stored.to(q.dtype), factor, exact)
+                if has_tree:
+                    found = tl.where(on_path(sees, node + token, key - before, real, num_nodes), found, -float("inf"))
+                tl.store(scores + token * s_token + key, found, mask=real)
 
 
 @triton.jit
@@ -135,7 +152,9 @@ def _ordered(score):
     return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "low", "high", "most", "l_token", "p_token"])
+@triton.jit(
+    do_not_specialize=["num_nodes", "nodes_row", "first", "num_requests", "low", "high", "most", "l_token", "p_token"]
+)
 def pick_keys(
     scores,
     table,
@@ -145,6 +164,10 @@ def pick_keys(
     counts,
     seq_lens,
     starts,
+    nodes,
+    sees,
+    num_nodes,
+    nodes_row,
     first,
     num_requests,
     low,
@@ -156,6 +179,7 @@ def pick_keys(
     p_token,
     page: tl.constexpr,
     tile: tl.constexpr,
+    padded_nodes: tl.constexpr,
     single: tl.constexpr,
     turn: tl.constexpr,
 ):
@@ -167,6 +191,9 @@ def pick_keys(
 
     `turn` is "only" to pick among all keys. Where there are several tiles, "first" puts the best `most` of each on a
     list, listed_scores and listed [tokens from `low` on, tiles * most], and "last" picks among the listed ones.
+
+    `padded_nodes` is a power of two of at least `num_nodes` if there is a tree, as in `score_keys`, else 0. A token has
+    only the known keys and those of its path then.
     """
     if single:
         request, offset = first + tl.program_id(0), 0
@@ -197,11 +224,20 @@ def pick_keys(
         tl.store(listed + to, slot, mask=taken)
         tl.store(listed_scores + to, _score_of(number), mask=taken)
         return
-    tl.store(counts + row, tl.maximum(tl.minimum(length, most), 0))
+    seen = length
+    if padded_nodes > 0:
+        before = tl.load(seq_lens + request) - tl.load(nodes + request)
+        node, other = length - 1 - before, tl.arange(0, padded_nodes)
+        sees += request.to(tl.int64) * nodes_row * num_nodes
+        path = tl.load(sees + node * num_nodes + other, mask=other <= node, other=0)
+        if node >= 0:
+            seen = before + tl.sum((path != 0).to(tl.int32), 0)
     picks += row * p_token
     if turn == "last":
         scores, whole = listed_scores, length // tile
         length = whole * most + tl.minimum(length - whole * tile, most)
+    most = tl.maximum(tl.minimum(seen, most), 0)
+    tl.store(counts + row, most)
     if length <= tile:
         key = tl.arange(0, tile)
         real = key < length

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from slotline.backends.triton import index_kernels, index_scores, kernels, latent_kernels
 from slotline.backends.triton.latents import EXACT, FEW, MANY, MAX_SPLITS, TritonLatents, splits_of
+from slotline.backends.triton.trees import Nodes, nodes_of
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer
 from slotline.registry.contracts.cache_tensors import CacheTensors
 
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
     batch: AttentionBatch
     parts: tuple[Part, ...]
     picks: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    nodes: Nodes | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +88,7 @@ class TritonIndexed(TritonLatents):
             parts.append(self._part(batch, 0, decodes, 0, decodes, single=True))
         if decodes < requests and batch.num_tokens > decodes:
             parts.append(self._part(batch, decodes, requests, decodes, batch.num_tokens - decodes, single=False))
-        return Plan(batch, tuple(parts), {})
+        return Plan(batch, tuple(parts), {}, nodes_of(batch, self._device))
 
     def _part(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, *, single: bool
@@ -167,8 +169,8 @@ class TritonIndexed(TritonLatents):
             last = part.first_token + part.tokens
             for low in range(part.first_token, last, len(room.scores)):
                 high = min(last, low + len(room.scores))
-                self._score(part, low, high, query, weight, keys, room.scores, batch)
-                self._pick_keys(part, low, high, room, picks, counts, batch)
+                self._score(part, low, high, query, weight, keys, room.scores, plan)
+                self._pick_keys(part, low, high, room, picks, counts, plan)
         return picks, counts
 
     def _room(self, batch: AttentionBatch, device: torch.device) -> Room:
@@ -194,10 +196,10 @@ class TritonIndexed(TritonLatents):
         weight: torch.Tensor,
         keys: torch.Tensor,
         scores: torch.Tensor,
-        batch: AttentionBatch,
+        plan: Plan,
     ) -> None:
         """Score the keys of query tokens `low` .. `high`."""
-        heads, size = query.shape[1:]
+        batch, (heads, size) = plan.batch, query.shape[1:]
         index_kernels.score_keys[(part.blocks, part.splits)](
             query,
             weight,
@@ -206,6 +208,7 @@ class TritonIndexed(TritonLatents):
             batch.block_table,
             batch.seq_lens,
             batch.query_start_loc,
+            *(plan.nodes or (scores, scores, 0, 0)),
             part.first,
             part.end,
             low,
@@ -226,6 +229,7 @@ class TritonIndexed(TritonLatents):
             tile=EXACT_TILE if self._exact else SCORE_TILE,
             block_q=1 if part.single else SCORE_BLOCK,
             single=part.single,
+            has_tree=plan.nodes is not None,
             exact=self._exact,
         )
 
@@ -237,9 +241,10 @@ class TritonIndexed(TritonLatents):
         room: Room,
         picks: torch.Tensor,
         counts: torch.Tensor,
-        batch: AttentionBatch,
+        plan: Plan,
     ) -> None:
         """Pick among the scored keys of query tokens `low` .. `high`."""
+        batch, nodes = plan.batch, plan.nodes
         rows = part.tokens if part.single else part.tokens + part.end - part.first
         turns: tuple[tuple[str, int], ...] = (("only", 1),)
         best, best_slots = room.scores, picks  # not read unless there are lists
@@ -256,6 +261,7 @@ class TritonIndexed(TritonLatents):
                 counts,
                 batch.seq_lens,
                 batch.query_start_loc,
+                *(nodes or (counts, counts, 0, 0)),
                 part.first,
                 part.end,
                 low,
@@ -267,6 +273,7 @@ class TritonIndexed(TritonLatents):
                 picks.stride(0),
                 page=self._page,
                 tile=index_scores.PICK_TILE,
+                padded_nodes=0 if nodes is None else triton.next_power_of_2(nodes.most),
                 single=part.single,
                 turn=turn,
                 num_warps=PICK_WARPS,

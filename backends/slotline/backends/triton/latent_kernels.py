@@ -33,7 +33,17 @@ def _find_request(block, starts, first, num_requests, heads, block_m: tl.constex
     return low, block - begin
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "lse_head", "num_splits"])
+@triton.jit
+def on_path(sees, node, key_node, real, num_nodes):
+    """Return which keys a row may see for the tree: `key_node` and `node` are numbers of nodes, negative for others.
+
+    Both are broadcast with `real`, which says which keys are read. Other rows see all keys, and nodes all other keys.
+    """
+    among = real & (key_node >= 0) & (node >= 0) & (node < num_nodes)
+    return tl.load(sees + node * num_nodes + key_node, mask=among, other=1) != 0
+
+
+@triton.jit(do_not_specialize=["num_nodes", "nodes_row", "first", "num_requests", "lse_head", "num_splits"])
 def attend_latents(
     query,
     latents,
@@ -44,6 +54,10 @@ def attend_latents(
     table,
     seq_lens,
     starts,
+    nodes,
+    sees,
+    num_nodes,
+    nodes_row,
     first,
     num_requests,
     scale,
@@ -65,6 +79,7 @@ def attend_latents(
     tile: tl.constexpr,
     block_m: tl.constexpr,
     single: tl.constexpr,
+    has_tree: tl.constexpr,
     split: tl.constexpr,
     exact: tl.constexpr,
 ):
@@ -72,7 +87,8 @@ def attend_latents(
 
     The kernel handles requests `first` .. `num_requests`. `single` means that each has one query token. Unsplit results
     go to out [tokens, heads, rank] and lse [heads, tokens]. Split results, unnormalised, go to parts [tokens, heads,
-    splits, padded] and part_norms [tokens, heads, splits, 2] (maximum, sum). `scale` is for base 2.
+    splits, padded] and part_norms [tokens, heads, splits, 2] (maximum, sum). `scale` is for base 2. `has_tree`: the
+    last nodes [requests] query tokens of each request are the first nodes of a tree, as in `kernels.attend`.
     """
     index = tl.program_id(1)
     if single:
@@ -91,6 +107,10 @@ def attend_latents(
     token, head = row // heads, row % heads
     used = token < query_len
     position = length - query_len + token  # [block_m]
+    known = length
+    if has_tree:
+        known = length - tl.load(nodes + request)
+        sees += request.to(tl.int64) * nodes_row * num_nodes
     dim, dim_rope = tl.arange(0, padded), tl.arange(0, padded_rope)
     at = query + ((begin + token).to(tl.int64) * q_token + head * q_head)[:, None]
     q = tl.load(at + dim[None, :], mask=used[:, None] & (dim < rank)[None, :], other=0.0)
@@ -137,7 +157,10 @@ def attend_latents(
                 scores += tl.dot(q_rope, tl.trans(turned), input_precision="ieee")
             else:
                 scores = tl.dot(q_rope, tl.trans(turned), scores)
-        scores = tl.where(real[None, :] & (key[None, :] <= position[:, None]), scores, -float("inf"))
+        seen = real[None, :] & (key[None, :] <= position[:, None])
+        if has_tree:
+            seen = seen & on_path(sees, (position - known)[:, None], (key - known)[None, :], seen, num_nodes)
+        scores = tl.where(seen, scores, -float("inf"))
         best = tl.maximum(top, tl.max(scores, 1) * scale)
         safe = tl.where(best == -float("inf"), 0.0, best)  # a row that has seen nothing yet
         weights = tl.exp2(scores * scale - safe[:, None])

@@ -10,6 +10,7 @@ import triton
 from attrs import frozen
 
 from slotline.backends.triton import kernels, latent_kernels
+from slotline.backends.triton.trees import Nodes, nodes_of
 from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
@@ -68,6 +69,7 @@ class Plan(NamedTuple):
 
     batch: AttentionBatch
     launches: tuple[Launch, ...]
+    nodes: Nodes | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -99,7 +101,7 @@ class TritonLatents:
                 f"{layer.name!r} has {rank} and {rope}",
                 fix="choose the backend 'torch'",
             )
-        self._page = context.kernel_block_size
+        self._page, self._device = context.kernel_block_size, context.device
         self._heads = layer.num_heads
         self._exact = context.dtype == "float32"
         self._cores = 8
@@ -115,7 +117,7 @@ class TritonLatents:
         if decodes < requests and batch.num_tokens > decodes:
             rest = batch.num_tokens - decodes
             launches.append(self._launch(batch, decodes, requests, decodes, rest, batch.max_query_len))
-        return Plan(batch, tuple(launches))
+        return Plan(batch, tuple(launches), nodes_of(batch, self._device))
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
@@ -180,7 +182,7 @@ class TritonLatents:
         query = query if query.stride(2) == 1 else query.contiguous()
         target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         for launch in plan.launches:
-            self._attend(layer, query, cache, batch, launch, target, lse)
+            self._attend(layer, query, cache, plan, launch, target, lse)
         if target is not out:
             out[: batch.num_tokens] = target[: batch.num_tokens]
         return lse
@@ -190,12 +192,12 @@ class TritonLatents:
         layer: AttentionLayer,
         query: torch.Tensor,
         cache: KVCache,
-        batch: AttentionBatch,
+        plan: Plan,
         launch: Launch,
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        shape, splits, rank = launch.shape, launch.splits, layer.head_size_v
+        batch, shape, splits, rank = plan.batch, launch.shape, launch.splits, layer.head_size_v
         padded: int = max(16, triton.next_power_of_2(rank))
         parts, norms = lse, lse  # not read unless split
         if splits > 1:
@@ -203,8 +205,9 @@ class TritonLatents:
             parts = torch.empty((*rows, padded), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
         tensors = (layer, query, cache, batch, launch, out, lse, parts, norms)
-        if self._hopper is None or shape != MANY or not self._hopper.attend(*tensors):
-            self._portable(*tensors)
+        hopper = self._hopper if shape == MANY and plan.nodes is None else None  # which knows no trees
+        if hopper is None or not hopper.attend(*tensors):
+            self._portable(*tensors, plan.nodes)
         if splits > 1:
             first, tokens = launch.first_token, launch.tokens
             self._join(layer, out, lse, parts, norms, first_token=first, tokens=tokens, splits=splits)
@@ -256,6 +259,7 @@ class TritonLatents:
         lse: torch.Tensor,
         parts: torch.Tensor,
         norms: torch.Tensor,
+        nodes: Nodes | None,
     ) -> None:
         shape, splits, rank = launch.shape, launch.splits, layer.head_size_v
         latent_kernels.attend_latents[(launch.blocks, splits)](
@@ -268,6 +272,7 @@ class TritonLatents:
             batch.block_table,
             batch.seq_lens,
             batch.query_start_loc,
+            *(nodes or (lse, lse, 0, 0)),
             launch.first,
             launch.end,
             layer.scale * kernels.LOG2E,
@@ -288,6 +293,7 @@ class TritonLatents:
             tile=shape.tile,
             block_m=shape.rows,
             single=launch.single,
+            has_tree=nodes is not None,
             split=splits > 1,
             exact=self._exact,
             num_warps=shape.warps,

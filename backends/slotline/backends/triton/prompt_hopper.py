@@ -420,7 +420,8 @@ class HopperPrompts:
         compile the kernel.
         """
         prompts = launch.end - launch.first
-        if launch.tokens < SHORT * prompts or query.data_ptr() % 16 or any(n % 8 for n in query.stride()[:2]):
+        boxed = query.data_ptr() % 16 == 0 and all(n > 0 and n % 8 == 0 for n in query.stride()[:2])
+        if launch.tokens < SHORT * prompts or not boxed:
             return False
         blocks, kv_heads = launch.tokens * self._group // ROWS + prompts, layer.num_kv_heads
         return self._launch(

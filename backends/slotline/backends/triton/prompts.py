@@ -150,7 +150,10 @@ def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | Non
 
 
 def _is_boxed(states: torch.Tensor) -> bool:
-    """Return True if the heads of [num_tokens, heads, size] are contiguous, at multiples of 16 bytes."""
+    """Return True if the heads of [num_tokens, heads, size] are contiguous, at multiples of 16 bytes.
+
+    The tokens of an expanded tensor are not.
+    """
     _, heads, size = states.shape
     aligned = states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
-    return aligned and states.stride(2) == 1 and (heads == 1 or states.stride(1) == size)
+    return aligned and states.stride(0) > 0 and states.stride(2) == 1 and (heads == 1 or states.stride(1) == size)

@@ -261,11 +261,16 @@ NODES = (((9, 40), 8), ((1, 17), 0), ((5, 5), 4), ((12, 60), 8), ((20, 20), 0), 
 """Query tokens and length of each request, and its nodes: with and without known tokens among the queries."""
 
 
+def one_tree(run: Run, **features: Any) -> AttentionCase:
+    """Return a case of requests with and without the nodes of a tree that is the same for all."""
+    case = chosen(run, tuple(request for request, _ in NODES), **features)
+    return evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES))
+
+
 @check(Kind.ATTENTION, "attention.tree_mask", Level.NUMERICS, needs={"tree_mask": True})
 def tree_mask(run: Run) -> None:
     """Drafts in the form of a tree see only the known tokens and their ancestors, and other tokens see as usual."""
-    case = chosen(run, tuple(request for request, _ in NODES))
-    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+    prove(run, one_tree(run).friendly())
 
 
 @check(
@@ -278,15 +283,13 @@ def tree_mask(run: Run) -> None:
 )
 def tree_mask_window(run: Run) -> None:
     """Among a tree's nodes a window counts places in a text, not in the cache: one shorter than the tree, too."""
-    case = chosen(run, tuple(request for request, _ in NODES), window=run["window"])
-    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+    prove(run, one_tree(run, window=run["window"]).friendly())
 
 
 @check(Kind.ATTENTION, "attention.tree_mask.alibi", Level.NUMERICS, needs={"tree_mask": True, "alibi": True})
 def tree_mask_alibi(run: Run) -> None:
     """Among a tree's nodes ALiBi counts places in a text, not in the cache."""
-    case = chosen(run, tuple(request for request, _ in NODES), alibi=True)
-    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+    prove(run, one_tree(run, alibi=True).friendly())
 
 
 @check(Kind.ATTENTION, "attention.tree_mask.places", Level.HOSTILE, needs={"tree_mask": True})
@@ -309,7 +312,8 @@ OWN_TREES = (
 """Requests and nodes as in `NODES`, each with its parents. Some queries begin after the first nodes."""
 
 
-def _own_trees(run: Run, trees: Sequence[Any], **features: Any) -> AttentionCase:
+def own_trees(run: Run, trees: Sequence[Any] = OWN_TREES, **features: Any) -> AttentionCase:
+    """Return a case of requests with a tree each."""
     case = chosen(run, tuple(request for (request, _), _ in trees), **features)
     nodes, parents = (tuple(nodes for (_, nodes), _ in trees), tuple(parents for _, parents in trees))
     return evolve(case, request_parents=parents, num_nodes=nodes)
@@ -318,7 +322,7 @@ def _own_trees(run: Run, trees: Sequence[Any], **features: Any) -> AttentionCase
 @check(Kind.ATTENTION, "attention.request_trees", Level.NUMERICS, needs=TREES)
 def request_trees(run: Run) -> None:
     """Each request has a tree of its own, of which the first nodes may be in the cache already."""
-    prove(run, _own_trees(run, OWN_TREES).friendly())
+    prove(run, own_trees(run).friendly())
 
 
 @check(
@@ -331,11 +335,11 @@ def request_trees(run: Run) -> None:
 )
 def request_trees_window(run: Run) -> None:
     """A window counts places in a text, also from queries that begin in the middle of a tree."""
-    prove(run, _own_trees(run, OWN_TREES, window=run["window"]).friendly())
+    prove(run, own_trees(run, OWN_TREES, window=run["window"]).friendly())
 
 
 @check(Kind.ATTENTION, "attention.request_trees.places", Level.HOSTILE, needs=TREES)
 def request_trees_places(run: Run) -> None:
     """The same in pages in any order, with NaN wherever no token is, and with requests in the opposite order."""
     for order in (OWN_TREES, OWN_TREES[::-1]):
-        prove(run, _own_trees(run, order))
+        prove(run, own_trees(run, order))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from attrs import evolve
 
+from slotline.conformance.attention.index import INDEX, NEEDS
+from slotline.registry.contracts.cache_tensors import LATENT_INDEX
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.attention import BACKEND_THREADS, PLACES, threads
@@ -67,6 +70,17 @@ def by_shape(subject: Subject) -> Iterable[Case]:
 
 PARTS = ("query", "key", "table", "out")
 """Tensors whose strides are unusual, one at a time."""
+
+
+def by_part(subject: Subject) -> Iterable[Case]:
+    """Return each such tensor in decode and in chunks, and those of latents, with an index too, if declared."""
+    kinds: list[tuple[dict[str, Any], tuple[str, ...]]] = [({}, PARTS)]
+    if refusal(subject, {"mla": True}) is None:
+        kinds.append(({"mla": True}, ("query", "out")))
+    if refusal(subject, {**NEEDS, "cache_formats": LATENT_INDEX}) is None:
+        kinds.append((INDEX, ("query", "table")))
+    shapes = ("decode", "chunk")
+    return [{"part": part, "shape": shape, **more} for more, parts in kinds for part in parts for shape in shapes]
 
 
 @check(Kind.ATTENTION, "attention.hostile", Level.HOSTILE, cases=by_shape)
@@ -287,7 +301,7 @@ def parts_of_wider_tensors(run: Run) -> None:
     Kind.ATTENTION,
     "attention.strides.any",
     Level.HOSTILE,
-    cases=lambda _: [{"part": part, "shape": shape} for part in PARTS for shape in ("decode", "chunk")],
+    cases=by_part,
     profile="mixed",
 )
 def any_strides(run: Run) -> None:
@@ -311,7 +325,7 @@ def any_strides(run: Run) -> None:
     key = key[:, :1].clone().expand(-1, case.num_kv_heads, -1) if part == "key" else key
     wide = query.new_full((heads + 1, len(query) + 2, made.layer.head_size_v + 8), 7.0)
     inner = wide[1:, 1:-1, :-8]
-    out = inner.transpose(0, 1) if part == "out" else torch.empty_like(inner.transpose(0, 1).contiguous())
+    out = inner.transpose(0, 1) if part == "out" else query.new_empty(len(query), heads, made.layer.head_size_v)
     backend, more = build(run, case), made.inputs()
     with threads(1):
         plan = backend.plan(made.batch)

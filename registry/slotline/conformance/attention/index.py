@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
+from slotline.conformance.attention.features import TREES, one_tree, own_trees
 from slotline.registry.contracts.cache_tensors import LATENT_INDEX
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Level, NotApplicable, Run, check
@@ -97,6 +98,15 @@ def equal_scores(run: Run) -> None:
 def long(run: Run) -> None:
     """Keys are picked among all of a long text, also where its keys are split."""
     prove(run, chosen(run, ((1, 1500), (1, 3), (1, 700)), index_topk=200).friendly())
+
+
+@check(Kind.ATTENTION, "attention.index.tree_mask", Level.NUMERICS, needs={**NEEDS, "tree_mask": True})
+def tree_mask(run: Run) -> None:
+    """Of a tree's nodes only those of a query's path are picked, also where it has fewer keys than are picked."""
+    prove(run, one_tree(run, **INDEX).friendly())
+    if refusal(run.subject, {**NEEDS, **TREES}) is None:
+        for most in (INDEX["index_topk"], 45):
+            _share(run, own_trees(run, **{**INDEX, "index_topk": most}))
 
 
 @check(Kind.ATTENTION, "attention.index.shared", Level.NUMERICS, needs=NEEDS, cases=by_pair)

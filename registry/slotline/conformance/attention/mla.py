@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from slotline.conformance.attention.features import TREES, one_tree, own_trees
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Level, NotApplicable, Run, check
 from slotline.testing.environments.attention import World
@@ -69,6 +70,14 @@ def batches(run: Run) -> None:
     if run["batch"] != "decode":
         need_query(run.subject, 2, **LATENT)
     prove(run, chosen(run, SHAPES[run["batch"]]).friendly())
+
+
+@check(Kind.ATTENTION, "attention.mla.tree_mask", Level.NUMERICS, needs={**LATENT, "tree_mask": True})
+def tree_mask(run: Run) -> None:
+    """Drafts in the form of a tree see the latents of known tokens and of their ancestors, one tree or one each."""
+    prove(run, one_tree(run, mla=True).friendly())
+    if refusal(run.subject, {**LATENT, **TREES}) is None:
+        prove(run, own_trees(run, mla=True))
 
 
 @check(Kind.ATTENTION, "attention.mla.shapes", Level.NUMERICS, needs=LATENT, cases=by_shape)

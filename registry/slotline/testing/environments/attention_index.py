@@ -97,7 +97,8 @@ class IndexedWorld(World):
         """Return the keys that the index picks for a request's query tokens, [q, L] bool."""
         own, (count, length) = self.index[request], self.case.requests[request]
         assert self.case.index_topk is not None
-        visible = oracle.visible(count, length)
+        seen = super().seen(request)  # of a tree's nodes only those of a path may be picked
+        visible = oracle.visible(count, length) if seen is None else seen
         return oracle.picked(own["index_query"], own["index_key"], own["index_weight"], visible, self.case.index_topk)
 
 

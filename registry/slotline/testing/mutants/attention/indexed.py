@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionBatch, AttentionLayer
+from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionBatch, AttentionLayer, TreeMask
 from slotline.registry.contracts.cache_tensors import LATENT_INDEX, CacheTensors
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
@@ -158,6 +158,26 @@ class FirstPicksKept(IndexedAttention):
         return before if before.shape == own.shape else own
 
 
+class TreeIgnored(IndexedAttention):
+    def in_tree(self, layer: AttentionLayer, plan: Plan, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        return seen
+
+
+class TreeMaskedLate(TreeIgnored):
+    """Picks among all of a tree's nodes, and masks them afterwards."""
+
+    def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        return seen & EagerAttention.among_nodes(self, layer, tree, seen.clone(), *rest)
+
+
+class FewKeysOfTree(IndexedAttention):
+    """Lets queries attend to all keys before them where these are not more than are picked, other nodes too."""
+
+    def in_tree(self, layer: AttentionLayer, plan: Plan, seen: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        few = length <= (layer.index_topk or 0)
+        return seen if few else super().in_tree(layer, plan, seen, first, length)
+
+
 class ByThreshold(IndexedAttention):
     """Finds the lowest picked score first, then fills up with equal ones: right, in another way."""
 
@@ -177,7 +197,6 @@ OFFER: dict[str, Any] = {
     "layer_inputs": Set(INDEX_INPUTS),
     "cache_formats": Set((LATENT_INDEX,)),
     "attention_types": Set(("decoder",)),
-    "tree_mask": Flag(False),
 }
 
 
@@ -205,6 +224,11 @@ MUTANTS = (
     _indexed("sixteen-numbers", L1, "numbers of a head beyond the sixteenth are left out", SixteenNumbers),
     _indexed("first-1024", L1, "keys beyond the first 1,024 are not picked", FirstBlocks),
     _indexed("keys-late", L1, "the index's keys are stored at each other's slots", IndexKeysLate),
+    _indexed("tree-ignored", L1, "nodes of a tree attend to those before them", TreeIgnored),
+    _indexed(
+        "tree-masked-late", L1, "nodes of other paths take part, and are masked after the picking", TreeMaskedLate
+    ),
+    _indexed("tree-of-few-keys", L1, "a tree's mask is left out where all keys are picked", FewKeysOfTree),
     _indexed("shared-with-another", L1, "all requests share the first one's picks", SharedWithAnother),
     _indexed("shared-nothing", L1, "layers that use picks attend to all keys", SharedNothing),
     _indexed("first-picks-kept", L3, "layers use the picks of an earlier step", FirstPicksKept),

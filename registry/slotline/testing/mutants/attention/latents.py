@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionLayer, KVCache, TreeMask
 from slotline.testing.check import Level
 from slotline.testing.mutants.attention.making import mutant
 from slotline.testing.reference.attention.backend import EagerAttention, Plan
@@ -56,6 +56,13 @@ class SixteenHeads(EagerAttention):
         return out if out.shape[1] <= 16 else out[:, torch.arange(out.shape[1]) % 16]
 
 
+class TreeIgnored(EagerAttention):
+    """Has no mask of a tree over latents."""
+
+    def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        return seen if layer.mla else super().among_nodes(layer, tree, seen, *rest)
+
+
 L1, L2 = Level.NUMERICS, Level.HOSTILE
 
 MUTANTS = (
@@ -65,4 +72,5 @@ MUTANTS = (
     mutant("latent-values-stored", L2, "write stores the values over the latents", ValuesStored),
     mutant("latent-scale-of-values", L1, "values of an eight-bit cache count the values' scale", ScaleOfValues),
     mutant("latent-of-sixteen-heads", L1, "heads beyond the sixteenth repeat the first", SixteenHeads),
+    mutant("latent-tree-ignored", L1, "nodes of a tree attend to the latents before them", TreeIgnored),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, TreeMask
 from slotline.registry.contracts.cache_tensors import CacheTensors
 from slotline.testing.reference.attention.backend import EagerAttention, Plan, raw
 
@@ -72,7 +72,7 @@ class IndexedAttention(EagerAttention):
 
     def visible(self, layer: AttentionLayer, plan: Plan, num_queries: int, first: int, length: int) -> torch.Tensor:
         """Return, as [q, n] bool, the keys that are picked."""
-        seen = super().visible(layer, plan, num_queries, first, length)
+        seen = self.in_tree(layer, plan, super().visible(layer, plan, num_queries, first, length), first, length)
         if layer.index_from is not None:
             return self.shared(layer.index_from)
         if layer.index_topk is None:
@@ -84,6 +84,16 @@ class IndexedAttention(EagerAttention):
         scores = self.index_scores(query, keys, weight).cpu()
         self.picks[layer.index, self.request] = self.pick(scores, seen, layer.index_topk)
         return self.picks[layer.index, self.request]
+
+    def in_tree(self, layer: AttentionLayer, plan: Plan, seen: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Return, as [q, n] bool, the keys that may be picked if the current request's last tokens are tree nodes."""
+        if plan.tree is None or not (nodes := int(plan.tree.num_nodes[self.request])):
+            return seen
+        return super().among_nodes(layer, self.tree_of(plan.tree, self.request), seen, nodes, first, length)
+
+    def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        """Return the keys that are picked: among those that nodes see."""
+        return seen
 
     def shared(self, owner: int) -> torch.Tensor:
         """Return what the current request's queries picked in an earlier layer."""
