@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from kept_blocks import KeptBlocks
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import CacheBlock, KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -61,3 +61,11 @@ class Failing(KeptBlocks):
     def failed(self) -> set[int]:
         self._fail("failed")
         return super().failed()
+
+
+class FailingStates(Failing):
+    """One that takes states too."""
+
+    descriptor: Descriptor[Any] = evolve(
+        Failing.descriptor, capabilities=evolve(Failing.descriptor.capabilities, states=Flag(True))
+    )

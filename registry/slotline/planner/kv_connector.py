@@ -93,10 +93,10 @@ def refuse_connector(
             for one in parts
             if not one.capabilities.states.support
         ]
-        if not descriptor.capabilities.asynchronous.support:
+        if descriptor.capabilities.layers.support and not descriptor.capabilities.asynchronous.support:
             texts.append(
-                f"the model keeps states ({kinds}), and loads end in the step that reads them: a state that was kept "
-                "behind a block whose load failed could not be told from a good one"
+                f"the model keeps states ({kinds}), and loads end layer by layer in the step that reads them: a state "
+                "that was kept behind a block whose load failed could not be told from a good one"
             )
     elif not plan.cache_groups:
         texts.append("the model has no cache")
@@ -107,10 +107,27 @@ def refuse_connector(
         late = all(one.capabilities.late_layers.support for one in parts if wishes[one.name] == "must")
         texts += _against_layers(loaded, plan, late=late)
     pipeline = loaded.config.parallel.pipeline
-    if descriptor.capabilities.asynchronous.support and isinstance(pipeline, int) and pipeline > 1:
+    if waits_for_loads(descriptor, plan) and isinstance(pipeline, int) and pipeline > 1:
         texts.append(f"parallel.pipeline = {pipeline}: a request that waits for its blocks would have its turn")
     if texts:
         raise _refusal(descriptor.name, texts)
+
+
+def waits_for_loads(descriptor: Descriptor[Any], plan: Plan) -> bool:
+    """Return whether a request waits for its loads without tokens.
+
+    With states it does for any connector: a step in which a load fails makes wrong states, and one of them may be kept
+    before the failure is known.
+    """
+    return bool(descriptor.capabilities.asynchronous.support or plan.state_groups)
+
+
+def loads_setting(descriptor: Descriptor[Any] | None, plan: Plan) -> tuple[Setting, ...]:
+    """Return the record of requests that wait for a connector which loads in the step."""
+    if descriptor is None or descriptor.capabilities.asynchronous.support or not waits_for_loads(descriptor, plan):
+        return ()
+    origin = f"the model keeps states, and a step that lacks what {descriptor.name!r} could not load makes wrong ones"
+    return (Setting(key="kv_connector loads", asked="in the step", resolved="before the step", origin=origin),)
 
 
 def settle_layer_calls(

@@ -34,7 +34,13 @@ from slotline.planner.experts import PlacementChoice, choose_expert_placement
 from slotline.planner.extensions import carriers, choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.freed_tokens import frees_tokens, score_needs
-from slotline.planner.kv_connector import choose_connector, connector_setting, refuse_connector, settle_layer_calls
+from slotline.planner.kv_connector import (
+    choose_connector,
+    connector_setting,
+    loads_setting,
+    refuse_connector,
+    settle_layer_calls,
+)
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
 from slotline.planner.measurements import asked_cache, load_measurements
 from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
@@ -512,6 +518,7 @@ def _negotiated(
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
     refuse_connector(loaded, registry, connector, plan)
+    plan = evolve(plan, settings=(*plan.settings, *loads_setting(connector, plan)))
     _mark_selected(registry, plan)
     planned = Planned(
         loaded=loaded,

@@ -25,7 +25,6 @@ from handoff_engines import (
 )
 
 from slotline.core import LLM
-from slotline.registry.errors import NegotiationError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(38, 89, 96)]
 
@@ -157,9 +156,3 @@ def test_layers_of_a_drafter_go_with_the_states(tiny: Tiny, tmp_path: Path, want
     assert counts.loads > 20
     assert counts.lost == 0
     settled(decode)
-
-
-def test_a_connector_without_states_is_refused(tiny: Tiny) -> None:
-    for name, text in (("shared", "does not declare that it takes states"), ("host_memory", "told from a good one")):
-        with pytest.raises(NegotiationError, match=f"the model keeps states .*{text}"):
-            LLM(tiny("mamba2"), **SMALL, **{"kv_connector.name": name})

@@ -157,11 +157,6 @@ def test_wrong_settings_are_refused_with_the_value_and_the_fix(name: str, tiny: 
         engines(tiny("llama"), **settings)
 
 
-def test_a_model_with_states_is_refused(tiny: Tiny, engines: Engines) -> None:
-    with pytest.raises(NegotiationError, match="kv_connector 'host_memory' cannot be used: the model keeps states"):
-        engines(tiny("mamba2"), **HOST)
-
-
 def test_explain_names_the_connector_and_where_it_was_asked_for(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **HOST)
     text = llm.plan.explain()

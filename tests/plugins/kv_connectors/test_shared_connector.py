@@ -94,7 +94,7 @@ def test_a_small_memory_evicts_and_texts_stay(tiny: Tiny, want: list[list[int]],
             assert found == want[: len(prompts)]
     assert loaded > 0
     assert sum(events_of(llm)["evicted"] for llm in engines) > 0
-    assert connector_of(engines[0])._store._table.count == 30
+    assert connector_of(engines[0])._store._tables[0].count == 30
 
 
 def made(folder: Path, slots: int = 8) -> SharedTable:

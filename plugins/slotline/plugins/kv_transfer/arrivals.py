@@ -18,6 +18,7 @@ from slotline.builder.parts import Parts
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_hashes import hash_sizes
+from slotline.planner.kv_connector import waits_for_loads
 from slotline.plugins.kv_transfer.connector import kept_states
 from slotline.plugins.kv_transfer.extension import PARAMS, KVTransfer
 from slotline.plugins.kv_transfer.items import ItemTransfers
@@ -36,8 +37,8 @@ def build_extension(context: ExtensionContext) -> KVTransfer:
     """Build the extension for a plan's connector."""
     parts: Parts = context.parts
     assert parts.planned.connector is not None
-    asynchronous = parts.planned.connector.capabilities.asynchronous.support
-    return AsyncKVTransfer(context) if asynchronous else KVTransfer(context)
+    waits = waits_for_loads(parts.planned.connector, parts.planned.plan)
+    return AsyncKVTransfer(context) if waits else KVTransfer(context)
 
 
 class AsyncKVTransfer(KVTransfer):
@@ -53,6 +54,7 @@ class AsyncKVTransfer(KVTransfer):
         if kept_states(context.parts) is not None:
             checkpoints, number = context.parts.named["states"].checkpoints, len(planned.own_plan.cache_groups)
             self._states = StateBlocks(checkpoints, self.transfers, self._find_states, number, self._pool.num_blocks)
+            self.transfers.is_there = self._states.is_there
         self._asked: Request | None = None  # whose prefix was looked up last
         self._found: set[tuple[int, BlockHash]] = set()  # for it
         self._waiting: dict[int, set[int]] = {}  # by row, the blocks that are still to come

@@ -30,6 +30,16 @@ BESIDE_BYTES = 64 * 2**20
 WORD = 8
 
 
+def is_over(event: Any, device: torch.device) -> bool:
+    """Return whether an event of a device has happened. Wait for the device if nobody can ask for its events."""
+    if event is None:
+        return True
+    if not hasattr(event, "query"):
+        torch.get_device_module(device).synchronize(device)
+        return True
+    return bool(event.query())
+
+
 class Lane:
     """A device's two staging buffers, used alternately, and the queue that copies while the device works.
 
@@ -77,12 +87,7 @@ class Lane:
 
     def is_over(self, event: Any) -> bool:
         """Return whether an event has happened. Wait for the device if nobody can ask for its events."""
-        if event is None:
-            return True
-        if not hasattr(event, "query"):
-            torch.get_device_module(self.device).synchronize(self.device)
-            return True
-        return bool(event.query())
+        return is_over(event, self.device)
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return rows of host memory for computations, [len(rows), size] uint8. Call `put_back` after reading."""

@@ -12,15 +12,23 @@ from attrs import evolve
 from slotline.builder.cache_memory import bind_caches
 from slotline.builder.parts import CacheMemory, Parts
 from slotline.core.kv_cache.block_hashes import hash_sizes
-from slotline.planner.kv_connector import inner_connectors, part_of
+from slotline.planner.kv_connector import inner_connectors, part_of, waits_for_loads
+from slotline.planner.plan import Planned
 from slotline.plugins.kv_transfer.agreement import Agreement
-from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
+from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy, is_over
 from slotline.plugins.kv_transfer.fingerprint import fingerprint
+from slotline.plugins.kv_transfer.later_loads import LaterLoads
 from slotline.plugins.kv_transfer.speed import LoadSpeed
 from slotline.plugins.kv_transfer.state_blocks import state_group, state_pages
 from slotline.plugins.kv_transfer.transfers import AsyncTransfers, Transfers
 from slotline.plugins.states.dispatcher import StateDispatcher
-from slotline.registry.contracts import ConnectorGroup, KVConnector, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import (
+    ConnectorGroup,
+    CopyStream,
+    KVConnector,
+    KVConnectorCapabilities,
+    KVConnectorContext,
+)
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.loading import bind_contract
 
@@ -40,15 +48,15 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         [_blocks(memory.pages[layer.index], memory.num_blocks) for layer in group.layers] for group in plan.cache_groups
     ]
     first, unit = [0] * len(pages), hash_sizes(parts.groups, plan.block_size)[1]
-    states = [] if (dispatcher := kept_states(parts)) is None else [state_group(dispatcher, unit)]
+    states = (
+        []
+        if (dispatcher := kept_states(parts)) is None
+        else [state_group(dispatcher, unit, [one.kv_spec for one in plan.state_caches])]
+    )
     if dispatcher is not None:
         pages.append(state_pages(dispatcher, parts.rows.max_requests))
         first.append(memory.num_blocks)
-    copy = CacheBlockCopy(
-        pages,
-        lambda device: planned.hardware.get(str(device), planned.hardware[planned.device]).copy_stream(),
-        first,
-    )
+    copy = CacheBlockCopy(pages, partial(_copies_of, planned), first)
     groups = tuple(
         ConnectorGroup(
             name=group.name,
@@ -69,6 +77,7 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         groups=(*groups, *states),
         caches=bind_caches(plan, memory.specs, memory.pages, memory.num_blocks),
         num_blocks=memory.num_blocks,
+        num_states=0 if dispatcher is None else dispatcher.num_slots - parts.rows.max_requests,
         copy=copy,
         device=planned.stages.stages[0].device,
         model=":".join(filter(None, (str(planned.facts.path), plan.dtype, fingerprint(planned), part))),
@@ -84,11 +93,14 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
             return one.capabilities, parts.build(one, own, _FIX)
 
         context = evolve(context, inner=build)
-    connector = parts.build(descriptor, context, _FIX)
+    connector: KVConnector = parts.build(descriptor, context, _FIX)
     saves_evicted = descriptor.capabilities.saves == "evicted"
     limits = planned.loaded.config.kv_connector
     kind: Callable[..., Transfers] = Transfers
-    if descriptor.capabilities.asynchronous.support:
+    if waits_for_loads(descriptor, planned.plan):
+        if not descriptor.capabilities.asynchronous.support:
+            device = torch.device(context.device)
+            connector = LaterLoads(connector, partial(_moment, device, _copies_of(planned, device)))
         most = max(min(limits.max_saves, memory.num_blocks // 2), 1)
         kind = partial(AsyncTransfers, timeout=limits.load_timeout, max_saves=most)
     return kind(
@@ -102,6 +114,16 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         sizes=[*(group.block_size for group in groups), *(0 for _ in states)],
         counts=bool(descriptor.capabilities.counts.support),
     )
+
+
+def _copies_of(planned: Planned, device: torch.device) -> CopyStream:
+    """Return a queue of copies of a device."""
+    return planned.hardware.get(str(device), planned.hardware[planned.device]).copy_stream()
+
+
+def _moment(device: torch.device, copies: CopyStream) -> Callable[[], bool]:
+    """Return a function that says whether a device has done all that it was given to compute so far."""
+    return partial(is_over, copies.record(copies=False), device)
 
 
 def kept_states(parts: Parts) -> StateDispatcher | None:

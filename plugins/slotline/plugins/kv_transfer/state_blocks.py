@@ -20,14 +20,20 @@ class FindBlocks(Protocol):
     def __call__(self, request: Request, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]: ...
 
 
-def state_group(dispatcher: StateDispatcher, unit: int) -> ConnectorGroup:
-    """Return the group of the states of all layers, one block for each checkpoint."""
+def state_group(dispatcher: StateDispatcher, unit: int, specs: Sequence[str]) -> ConnectorGroup:
+    """Return the group of the states of all layers, one block for each checkpoint.
+
+    Args:
+        dispatcher: holds the states.
+        unit: tokens between two prefixes that may have one.
+        specs: the cache specs that lay out their memory.
+    """
     return ConnectorGroup(
         name="states",
         layers=(),
         states=tuple(layer for group in dispatcher.groups for layer in group.layers),
         kv_dtype="uint8",
-        layout="",
+        layout=", ".join(specs),
         block_size=unit,
         kernel_block_size=unit,
         block_bytes=sum(one.shape[1] for one in dispatcher.pages.values()),
@@ -94,6 +100,10 @@ class StateBlocks:
     def is_kept(self, block: CacheBlock) -> bool:
         """Return whether a slot still has the state that it is to be saved for."""
         return self._checkpoints.slot_of(block.block_hash) == block.block - self._offset
+
+    def is_there(self, block: CacheBlock) -> bool:
+        """Return whether a block is none of a state, or its slot still has the state."""
+        return block.group != self.group or self.is_kept(block)
 
     def hold(self, block: CacheBlock) -> None:
         """Keep a state as it is."""

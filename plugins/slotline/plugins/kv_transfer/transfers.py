@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -299,12 +299,14 @@ class AsyncTransfers(Transfers):
         timeout: seconds after which a request waits for a load no more.
         max_saves: blocks that may be read by saves at a time, if they last.
         pins: keep blocks as they are while a save reads them. None if saves end in their step.
+        is_there: tells whether a block to be saved is still the one that was meant, where saves end in their step.
         unsaved: blocks that held something else, or the same as another block, when their save would have begun.
     """
 
     timeout: float = float("inf")
     max_saves: int = 0
     pins: Pins | None = None
+    is_there: Callable[[CacheBlock], bool] | None = None
     unsaved: int = field(default=0, init=False)
     _saving: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block
     _saved: set[int] = field(factory=set, init=False)
@@ -338,6 +340,10 @@ class AsyncTransfers(Transfers):
             started = super().start()
             self._saves = later
             return started
+        if self.is_there is not None:
+            there = [one for one in self._saves if self.is_there(one)]
+            self.unsaved += len(self._saves) - len(there)
+            self._saves = there
         return super().start()
 
     def _keep_saves(self, pins: Pins) -> list[CacheBlock]:
@@ -412,7 +418,8 @@ class AsyncTransfers(Transfers):
 
     def events(self) -> Mapping[str, float]:
         """Return the number of each event so far."""
-        return {**super().events(), **({} if self.pins is None else {"unsaved": float(self.unsaved)})}
+        waits = self.pins is not None or self.is_there is not None
+        return {**super().events(), **({"unsaved": float(self.unsaved)} if waits else {})}
 
     def _agreed(self) -> Ended:
         """Return what all ranks know of the loads under way."""

@@ -31,9 +31,10 @@ that its part failed. A store that serves several ranks must separate their part
 Replicas have the same identities, so that one finds what another has saved.
 
 Layers with states of fixed size (`slotline.registry.contracts.state`) are handed over too if the connector declares
-`states`, and loads them asynchronously. Their group is the last one. A block of it is a copy of the states of all
-layers behind a prefix, named by the hash of that prefix. It is passed to `start` once it is kept, whatever `saves`
-says. The numbers of such blocks go on after those of the pool.
+`states`. Their group is the last one. A block of it is a copy of the states of all layers behind a prefix, named by the
+hash of that prefix. It is passed to `start` once it is kept, whatever `saves` says. The numbers of such blocks go on
+after those of the pool. Requests of such a model wait for their blocks without tokens also if the connector is not
+asynchronous: `wait` follows `start` at once then, and a request runs once the device has what was loaded for it.
 
 A connector's options may have a method `notes() -> Sequence[str]`: what a user should know of them, such as that blocks
 are rounded. `slotline explain` shows it. Those of a connector that declares `layers` may have a method `by_layer()`. It
@@ -82,7 +83,7 @@ class KVConnectorCapabilities:
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
         lasting_saves: whether saves end in later steps, see `LastingKVConnector`. It is `asynchronous` then, and does
             not take ``evicted`` blocks, which are about to be overwritten.
-        states: whether it takes a group of states, whose blocks are much larger than others. It is `asynchronous` then.
+        states: whether it takes a group of states, whose blocks are much larger than others.
         own_rows: whether it keeps the rows that it passes to `BlockCopy.to_device`, and only `BlockCopy` writes them.
             Then `tiers` can have them copied beside forward passes.
         items: whether it hands over what encoders make of images and other items, see `ItemKVConnector`. It declares
@@ -156,7 +157,7 @@ class ConnectorGroup:
         layers: the layers that own a cache, in the order of their bytes in a copied block.
         kv_dtype: name of the element type.
         format: format of the caches.
-        layout: physical order inside a kernel block.
+        layout: physical order inside a kernel block. Of a group of states, the cache specs that lay out their memory.
         block_size, kernel_block_size: tokens. The second divides the first.
         block_bytes: bytes of a block over all layers.
         states: the layers of a group of states, which has no `layers`. Its `kv_dtype` is ``uint8``.
@@ -235,8 +236,8 @@ class KVConnectorContext:
     Attributes:
         groups: the cache groups, by their indices.
         caches: the cache of each layer that owns one, by the layer's index.
-        num_blocks: number of blocks in the pool, the null block included. Those of a group of states are numbered from
-            here on.
+        num_blocks: number of blocks in the pool, the null block included.
+        num_states: number of blocks of a group of states, which are numbered from `num_blocks` on.
         copy: copies blocks.
         device: torch device string, of the first pipeline stage if there are several.
         model: identifies the model's keys and values among those of other models: its path and its dtype, a digest of
@@ -258,6 +259,7 @@ class KVConnectorContext:
     model: str
     options: Any = None
     part: str = ""
+    num_states: int = 0
     evicted: Callable[[Sequence[EvictedBlock]], None] | None = None
     inner: Callable[[str, KVConnectorContext], tuple[KVConnectorCapabilities, KVConnector]] | None = None
 

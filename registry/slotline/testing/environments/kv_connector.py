@@ -126,6 +126,7 @@ class Pool:
             groups=self.groups,
             caches=caches,
             num_blocks=NUM_BLOCKS,
+            num_states=NUM_STATES if len(self.groups) > STATE else 0,
             copy=self,
             device=self.device,
             model=f"{self.model}:{part}" if part else self.model,

@@ -39,6 +39,7 @@ descriptor = Descriptor(
         counts=Flag(True),
         spills=Flag(True),
         own_rows=Flag(True),
+        states=Flag(True),
         room="memory",
     ),
     factory="slotline.plugins.kv_connectors.host_memory.memory:HostMemory",

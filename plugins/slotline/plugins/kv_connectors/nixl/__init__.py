@@ -38,6 +38,7 @@ descriptor = Descriptor(
         saves="filled",
         asynchronous=Flag(True),
         counts=Flag(True),
+        states=Flag(True),
         folder="folder",
         room="size",
     ),

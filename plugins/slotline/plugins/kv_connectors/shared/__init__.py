@@ -30,7 +30,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="shared",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="filled", asynchronous=Flag(True), counts=Flag(True), room="memory"
+        devices=Set(("cpu", "cuda")),
+        saves="filled",
+        asynchronous=Flag(True),
+        counts=Flag(True),
+        states=Flag(True),
+        room="memory",
     ),
     factory="slotline.plugins.kv_connectors.shared.store:build_shared",
     options="slotline.plugins.kv_connectors.shared:SharedOptions",

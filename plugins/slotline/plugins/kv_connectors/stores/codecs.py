@@ -53,9 +53,10 @@ class Int8Codes:
     """Codes from -127 to 127 of all vectors of a block, then their scales in float32. Implements `Codec`.
 
     A vector is what a token has in a head, of keys or of values. Its scale is the largest magnitude divided by 127.
+    States keep their own bytes, since the error of one token's would go into all later ones.
 
     Attributes:
-        widths: numbers of a vector, by group.
+        widths: numbers of a vector, by group. 0 for a group of states.
         dtypes: of the caches, by group.
         sizes: bytes of a block in this form, by group.
     """
@@ -65,6 +66,8 @@ class Int8Codes:
     sizes: Sequence[int]
 
     def encode(self, group: int, data: Bytes) -> Bytes | None:
+        if not self.widths[group]:
+            return data
         vectors = self._vectors(group, data).float()
         largest = vectors.abs().amax(1)  # [n] float32
         if not bool(torch.isfinite(largest).all()):
@@ -74,6 +77,8 @@ class Int8Codes:
         return np.concatenate([codes.view(torch.uint8).flatten().numpy(), scales.view(torch.uint8).numpy()])
 
     def decode(self, group: int, stored: Bytes, data: Bytes) -> None:
+        if not self.widths[group]:
+            return  # the store reads into the row itself
         vectors = self._vectors(group, data)
         number = vectors.numel()
         codes = torch.from_numpy(stored[:number]).view(torch.int8).view(vectors.shape)
@@ -98,12 +103,16 @@ def codec_of(name: str, context: KVConnectorContext, key: str) -> Codec:
     if name == "none":
         return OwnBytes([group.block_bytes for group in context.groups])
     for group in context.groups:
-        if text := _refusal(group):
+        if not group.states and (text := _refusal(group)):
             raise ConfigError(f"{key} = {name!r}: {text} ({group.name})", fix=f"set {key} = 'none'")
-    widths = [group.layers[0].head_size if group.layers else 1 for group in context.groups]
-    dtypes = [getattr(torch, group.kv_dtype) for group in context.groups]
-    numbers = [group.block_bytes // dtype.itemsize for group, dtype in zip(context.groups, dtypes, strict=True)]
-    sizes = [number + number // width * _SCALE_BYTES for number, width in zip(numbers, widths, strict=True)]
+    widths, dtypes, sizes = list[int](), list[torch.dtype](), list[int]()
+    for group in context.groups:
+        width = 0 if group.states else group.layers[0].head_size if group.layers else 1
+        dtype = getattr(torch, group.kv_dtype)
+        number = group.block_bytes // dtype.itemsize
+        widths.append(width)
+        dtypes.append(dtype)
+        sizes.append(number + number // width * _SCALE_BYTES if width else group.block_bytes)
     return Int8Codes(widths, dtypes, sizes)
 
 

@@ -16,6 +16,7 @@ from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Bytes, Counts, Fault, Key
 from slotline.plugins.kv_connectors.stores.codecs import Codec
 from slotline.plugins.kv_connectors.stores.copies import Copies, Done, devices_of
+from slotline.plugins.kv_connectors.stores.size_classes import size_classes
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
 from slotline.registry.errors import CapacityError
@@ -80,12 +81,27 @@ class Rows:
         self._free += rows
 
 
+@define(eq=False)
+class _Staging:
+    """Rows of blocks of about the same size.
+
+    Attributes:
+        saves, loads: the rows of each.
+        wanted: loads without a row.
+    """
+
+    saves: Rows
+    loads: Rows
+    wanted: deque[_Load] = field(factory=deque)
+
+
 class StagedConnector:
     """Connector that keeps blocks in a `BlockStore`. Implements `AsyncKVConnector` and `CountingKVConnector`.
 
     Saved blocks are copied to staging rows in the order of the device's stream, and written by a thread. Without a free
     row a block is not saved. Blocks to be loaded are read by threads. Copies into the caches begin when the engine asks
-    what has arrived, so that a read that comes late, or never, writes to no block that has another owner by then.
+    what has arrived, so that a read that comes late, or never, writes to no block that has another owner by then. Half
+    of the rows' memory is for states, if there are any.
 
     Args:
         context: of the connector.
@@ -109,15 +125,16 @@ class StagedConnector:
     ) -> None:
         self._groups, self._store, self._counts = context.groups, store, counts
         self._codec = codec
-        size, devices = max(group.block_bytes for group in context.groups), devices_of(context)
+        devices, classes = devices_of(context), size_classes(context.groups)
         self._copy = Copies(context.copy, devices)
-        rows = partial(Rows, size=size, pinned=bool(devices), what=f"{what} = {staging!r}")
-        room = size_in_bytes(staging)
-        self._save_rows, self._load_rows = rows(room * 3 // 4), rows(room // 4)
+        rows = partial(Rows, pinned=bool(devices), what=f"{what} = {staging!r}")
+        room = size_in_bytes(staging) // len(classes)
+        self._staging = dict[int, _Staging]()  # by group
+        for own in classes:
+            size = max(context.groups[group].block_bytes for group in own)
+            self._staging |= dict.fromkeys(own, _Staging(rows(room * 3 // 4, size), rows(room // 4, size)))
         self._background, self._threads = Background({"write": 1, "read": threads}), threads
-        self._job_blocks = max(1, JOB_BYTES // size)
         self._pending: dict[Key, _Save] = {}
-        self._wanted: deque[_Load] = deque()  # without a row
         self._loads: dict[int, _Load] = {}  # by block, under way or wanted
         self._read: deque[_Load] = deque()  # in their rows
         self._copying: deque[tuple[list[Done], list[_Load]]] = deque()  # on their way from their rows
@@ -138,7 +155,9 @@ class StagedConnector:
             self._save(saves)
             here = [one for one in begun if one.key in self._pending]
             self._to_device([(one, self._pending[one.key].row) for one in here])
-            self._wanted += [one for one in begun if one.key not in self._pending]
+            for one in begun:
+                if one.key not in self._pending:
+                    self._staging[one.block.group].wanted.append(one)
             self._dispatch()
         except BaseException:  # all loads count as failed then: none may be copied later
             for one in begun:
@@ -173,7 +192,8 @@ class StagedConnector:
             one.given_up = True
             self._counts.fault("given_up", "a load has not ended after %g s", FINISH_SECONDS)
             self._fail(one)
-        self._wanted.clear()
+        for staging in self._staging.values():
+            staging.wanted.clear()
 
     def reset(self) -> None:
         self._pending.clear()  # their rows come back when they are written
@@ -196,20 +216,20 @@ class StagedConnector:
         known = dict(zip(keys, self._store.held(keys), strict=True))
         self._store.used([key for key, held in known.items() if held])
         fresh = [key for key, held in known.items() if not held]
-        rows = [row for _ in fresh if (row := self._save_rows.take()) is not None]
+        rows = {key: row for key in fresh if (row := self._staging[key.group].saves.take()) is not None}
         if left := len(fresh) - len(rows):
             self._counts.add("skipped_staging", left)
         busy = {one.key for one in self._loads.values()}
         begun = list[_Save]()
-        for key, row, ticket in zip(fresh, rows, self._store.reserve(fresh[: len(rows)], busy), strict=False):
+        for (key, row), ticket in zip(rows.items(), self._store.reserve(list(rows), busy), strict=True):
             if ticket is None:
-                self._save_rows.give_back([row])
+                self._staging[key.group].saves.give_back([row])
             else:
                 begun.append(_Save(key, row, ticket))
         for index, group in enumerate(self._groups):
             if own := [one for one in begun if one.key.group == index]:
-                blocks, rows = [named[one.key].block for one in own], [one.row[: group.block_bytes] for one in own]
-                copied = self._copy.begin_to_host(index, blocks, rows)
+                blocks, cut = [named[one.key].block for one in own], [one.row[: group.block_bytes] for one in own]
+                copied = self._copy.begin_to_host(index, blocks, cut)
                 for one in own:
                     one.copied = copied
         for one in begun:
@@ -227,24 +247,25 @@ class StagedConnector:
         self._counts.add("saved", int(written))
         if self._pending.get(save.key) is save:
             del self._pending[save.key]
-        self._save_rows.give_back([save.row])
+        self._staging[save.key.group].saves.give_back([save.row])
 
     def _dispatch(self) -> None:
         """Have wanted blocks read, as far as there are rows for them: a few small ones by one job of a thread."""
-        begun, works = list[_Load](), list[Callable[[], Fault | None]]()
-        while self._wanted and (row := self._load_rows.take()) is not None:
-            one = self._wanted.popleft()
-            if one.given_up:
-                self._load_rows.give_back([row])
-                continue
-            one.row = row
-            data = row[: self._groups[one.block.group].block_bytes].numpy()
-            begun.append(one)
-            works.append(partial(_read, self._store, one.key, data, self._codec))
-        count = max(1, min(self._job_blocks, len(begun) // (2 * self._threads)))
-        for first in range(0, len(begun), count):
-            own = slice(first, first + count)
-            self._background.submit("read", partial(_all, works[own]), partial(self._ended, begun[own]))
+        for staging in dict.fromkeys(self._staging.values()):
+            begun, works, size = list[_Load](), list[Callable[[], Fault | None]](), 1
+            while staging.wanted and (row := staging.loads.take()) is not None:
+                one = staging.wanted.popleft()
+                if one.given_up:
+                    staging.loads.give_back([row])
+                    continue
+                one.row, size = row, len(row)
+                data = row[: self._groups[one.block.group].block_bytes].numpy()
+                begun.append(one)
+                works.append(partial(_read, self._store, one.key, data, self._codec))
+            count = max(1, min(JOB_BYTES // size, len(begun) // (2 * self._threads)))
+            for first in range(0, len(begun), count):
+                own = slice(first, first + count)
+                self._background.submit("read", partial(_all, works[own]), partial(self._ended, begun[own]))
 
     def _ended(self, loads: Sequence[_Load], results: Sequence[Fault | Exception | None]) -> None:
         """Take note of reads that have ended."""
@@ -260,10 +281,15 @@ class StagedConnector:
             self._counts.fault(Fault.UNREADABLE.value, "a block cannot be read: %s", result)
         if result is not None:
             self._store.lost(load.key)
-        assert load.row is not None
-        self._load_rows.give_back([load.row])
+        self._give_back([load])
         if not load.given_up:
             self._fail(load)
+
+    def _give_back(self, loads: Sequence[_Load]) -> None:
+        """Give back the rows of loads."""
+        for one in loads:
+            if one.row is not None:
+                self._staging[one.block.group].loads.give_back([one.row])
 
     def _fail(self, load: _Load) -> None:
         del self._loads[load.block.block]
@@ -274,9 +300,8 @@ class StagedConnector:
         taken, size = list[_Load](), 0
         while self._read and (most is None or not taken or size < most):
             one = self._read.popleft()
-            assert one.row is not None
             if one.given_up:
-                self._load_rows.give_back([one.row])
+                self._give_back([one])
                 continue
             taken.append(one)
             size += self._groups[one.block.group].block_bytes
@@ -285,7 +310,7 @@ class StagedConnector:
             self._copying.append((self._run(self._copy.begin_to_device, pairs), taken))
         while self._copying and all(done() for done in self._copying[0][0]):
             _, loads = self._copying.popleft()
-            self._load_rows.give_back([one.row for one in loads if one.row is not None])
+            self._give_back(loads)
             self._copied([one for one in loads if not one.given_up])
 
     def _to_device(self, loads: Sequence[tuple[_Load, torch.Tensor]]) -> None:

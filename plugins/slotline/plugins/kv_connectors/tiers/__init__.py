@@ -29,7 +29,12 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="tiers",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="evicted", asynchronous=Flag(True), counts=Flag(True), composes="tiers"
+        devices=Set(("cpu", "cuda")),
+        saves="evicted",
+        asynchronous=Flag(True),
+        counts=Flag(True),
+        states=Flag(True),
+        composes="tiers",
     ),
     factory="slotline.plugins.kv_connectors.tiers.tiers:Tiers",
     options="slotline.plugins.kv_connectors.tiers:TiersOptions",

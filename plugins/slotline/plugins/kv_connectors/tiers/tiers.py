@@ -4,7 +4,8 @@ The blocks that the pool gives up go to the first tier. A tier that `spills` say
 next one. Behind a tier that does not say it, the next one gets the same blocks as that tier. A block is loaded from the
 first tier that holds it. If that is a lower one, it is saved in the first tier again.
 
-A lower tier gets spilled blocks under numbers beyond the pool's. Its `BlockCopy` copies those from host memory.
+A lower tier gets spilled blocks under numbers beyond those of the pool and of states. Its `BlockCopy` copies them from
+host memory.
 
 A connector that loads in the step, and keeps its rows, loads beside the steps of others here.
 """
@@ -139,7 +140,7 @@ class Tiers:
         self._saves = WatchedCopies(self._copies)
         self._tiers: list[Tier] = []
         for number, name in enumerate(context.options.tiers):
-            copy = SpillCopy(self._saves, context.num_blocks)
+            copy = SpillCopy(self._saves, context.num_blocks + context.num_states)
             last = number + 1 == len(context.options.tiers)
             evicted = None if last else partial(self._spilled, number + 1)
             capabilities, connector = context.inner(name, evolve(context, copy=copy, evicted=evicted))
