@@ -29,7 +29,7 @@ class Team:
     thread_num: int
     num_threads: int
 
-    def run(self, address: int, data: int, threads: int) -> None:
+    def run(self, address: int, data: int | bytes, threads: int) -> None:
         """Call the C function ``void(void *)`` at an address once in each thread."""
         self.library.GOMP_parallel(address, data, threads, 0)
 

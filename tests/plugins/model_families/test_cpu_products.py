@@ -16,13 +16,14 @@ from torch.nn import functional
 from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import linear_records
 from slotline.plugins.model_families.linear_records import FOLDER, Record, slotline_report_header
-from slotline.plugins.model_families.passes import cpu_products, dense_kernels
+from slotline.plugins.model_families.passes import cpu_products, panel_kernels
 from slotline.plugins.model_families.passes.cpu_products import ONEDNN, Way, judge, way_for
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear
 from slotline.registry.config import load_config
 
 FACTS = {"processor": "a processor", "torch": "2.0", "dtype": "float32", "threads": 1, "shape": [1024, 512]}
 PLAIN = Way("plain", ("numba", "numba", "numba", "torch"))
+PANELS = Way("onednn", ("panels", "panels", "panels", "onednn"))
 
 
 @pytest.fixture
@@ -33,13 +34,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     cpu_products._record.cache_clear()
 
 
+@pytest.mark.parametrize("way", [PLAIN, PANELS], ids=["plain", "panels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 7, 16, 17])
-def test_a_layer_in_its_own_layout_gives_what_torch_gives(rows: int, dtype: torch.dtype) -> None:
+def test_a_layer_with_our_kernel_gives_what_torch_gives(rows: int, dtype: torch.dtype, way: Way) -> None:
+    if way is PANELS and not panel_kernels.has_panels(dtype):
+        pytest.skip("oneDNN's layout is another one on this processor")
     torch.manual_seed(rows)
-    linear = nn.Linear(48, 37).to(dtype)  # outputs are no multiple of the kernel's four
-    plain = PackedLinear(linear.weight, linear.bias, PLAIN)
-    x, other = torch.randn(rows, 48).to(dtype), torch.randn(rows, 37).to(dtype)
+    linear = nn.Linear(48, 133).to(dtype)  # outputs are no multiple of the kernels' four and 64
+    plain = PackedLinear(linear.weight, linear.bias, way)
+    x, other = torch.randn(rows, 48).to(dtype), torch.randn(rows, 133).to(dtype)
     exact = functional.linear(x.double(), linear.weight.double(), linear.bias.double())
     with torch.no_grad():
         found = {
@@ -57,12 +61,37 @@ def test_a_layer_in_its_own_layout_gives_what_torch_gives(rows: int, dtype: torc
         assert error < (1e-6 if dtype == torch.float32 else 1.6e-2), name
 
 
-def test_a_row_is_the_same_among_any_number_of_rows() -> None:
+@pytest.mark.parametrize("way", [PLAIN, PANELS], ids=["plain", "panels"])
+def test_a_row_is_the_same_among_any_number_of_rows(way: Way) -> None:
+    if way is PANELS and not panel_kernels.has_panels(torch.float32):
+        pytest.skip("oneDNN's layout is another one on this processor")
     torch.manual_seed(0)
-    weight, x = torch.randn(20, 64), torch.randn(16, 64)
-    whole = dense_kernels.few_rows(x, weight, None)
+    x, layer = torch.randn(16, 64), PackedLinear(torch.randn(20, 64), None, way)
+    whole = layer(x)
     for rows in (1, 2, 3, 5, 15):
-        assert torch.equal(dense_kernels.few_rows(x[:rows], weight, None), whole[:rows])
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+def test_a_weight_that_is_loaded_anew_is_what_our_kernel_reads() -> None:
+    if not panel_kernels.has_panels(torch.float32):
+        pytest.skip("oneDNN's layout is another one on this processor")
+    torch.manual_seed(0)
+    x, first, second = torch.randn(2, 48), torch.randn(70, 48), torch.randn(70, 48)
+    layer = PackedLinear(first, None, PANELS)
+    layer(x)
+    layer.packed.copy_(layer.pack(second))
+    torch.testing.assert_close(layer(x), x @ second.T)
+    layer.packed = layer.pack(first)
+    torch.testing.assert_close(layer(x), x @ first.T)
+
+
+def test_a_layout_that_is_not_as_told_has_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_kernels, "WIDTH", 32)  # as on a processor with panels of other sizes
+    assert not panel_kernels.has_panels.__wrapped__(torch.float32)
+    monkeypatch.setattr(cpu_products.panel_kernels, "has_panels", lambda dtype: False)
+    found = cpu_products.times(64, 32, torch.float32)
+    assert found["panels"] == [math.inf] * 4
+    assert set(judge(FACTS, found).kernels) <= {"onednn", "torch", "numba"}
 
 
 def test_the_layout_with_the_least_time_is_taken_and_a_kernel_for_each_number_of_rows() -> None:
@@ -71,6 +100,9 @@ def test_the_layout_with_the_least_time_is_taken_and_a_kernel_for_each_number_of
     record = judge(FACTS, {"onednn": onednn, "torch": torch_times, "numba": numba})
     assert (record.layout, list(record.kernels)) == ("plain", ["torch", "numba", "numba", "torch"])
     assert "numba 3 2 5 -" in record.describe()
+    blocked = judge(FACTS, {"onednn": onednn, "panels": [1e-6, 1e-6, 5e-6, math.inf], "torch": torch_times})
+    assert (blocked.layout, list(blocked.kernels)) == ("onednn", ["panels", "panels", "onednn", "onednn"])
+    assert "onednn (panels, panels, onednn, onednn), 2.09" in blocked.describe()
     loses = judge(FACTS, {"onednn": onednn, "torch": [1e-6, 1e-6, 9e-6, 4e-6], "numba": [math.inf] * 4})
     assert (loses.layout, loses.reason) == ("onednn", "the plain layout has 0.44 times the speed in a class of rows")
     slow = judge(FACTS, {"onednn": [1e-6] * 4, "torch": torch_times, "numba": numba})
@@ -116,6 +148,7 @@ def test_a_broken_record_is_no_record_and_small_weights_are_not_timed(
 ) -> None:
     monkeypatch.setattr(cpu_products, "times", lambda *shape: pytest.fail("timed"))
     assert way_for("timed", 64, 64, torch.float32) == ONEDNN
+    assert ONEDNN.kernel(1) == "onednn"
     assert way_for("onednn", 1024, 512, torch.float32) == ONEDNN
     assert way_for("plain", 1024, 512, torch.float32).layout == "plain"
     folder.mkdir()
@@ -128,7 +161,7 @@ def test_candidates_are_timed_for_each_number_of_rows() -> None:
     found = cpu_products.times(64, 32, torch.float32)
     assert {len(seconds) for seconds in found.values()} == {4}
     assert all(0 < seconds < 10 for seconds in found["onednn"] + found["torch"] + found["numba"][:3])
-    assert found["numba"][3] == math.inf
+    assert found["numba"][3] == found["panels"][3] == math.inf
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from numba.extending import intrinsic
 from slotline.backends.cache_codes import is_rotated
 from slotline.backends.cpu import tiles
 from slotline.backends.cpu.tiles import KEYS_AT_ONCE, MOST_WHOLE, TILE
+from slotline.kernels.exponential import exp as _exp
 from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
 MIN_SPLIT = 64
@@ -166,36 +167,6 @@ def _narrow(typingctx: Any, value: Any, tag: Any) -> Any:
         return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
 
     return tag.dtype(types.float32, tag), codegen
-
-
-@intrinsic
-def _power_of_two(typingctx: Any, exponent: Any) -> Any:
-    """Return 2 ** exponent for an int32 exponent from -126 to 127, by writing the bits of a float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        biased = builder.add(args[0], ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@_inner(fastmath=True)
-def _exp(x: Any) -> Any:
-    """Return exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
-
-    Free of calls, so that a loop over it is vectorised. Cody-Waite reduction, Cephes polynomial (expf).
-    """
-    clamped = max(x, np.float32(-87.0))
-    n = np.floor(clamped * np.float32(1.44269504088896341) + np.float32(0.5))
-    r = clamped - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * r * r + r + np.float32(1.0)
-    return y * _power_of_two(np.int32(n)) if x >= np.float32(-87.0) else np.float32(0.0)
 
 
 @_inner(fastmath=True)

@@ -17,6 +17,8 @@ from slotline.registry.processor import processor
 
 CLASSES = (1, 4, 16, 128)
 """Numbers of rows that are timed: each stands for those down to the one before, and the last for more."""
+LAYOUTS = {"onednn": ("onednn", "panels"), "plain": ("torch", "numba")}
+"""Kernels of each layout. ``panels`` and ``numba`` are ours, for few rows."""
 FOLDER = "cpu-linear"
 """In the cache folder."""
 
@@ -28,7 +30,7 @@ class Record:
     Attributes:
         processor, torch, dtype, threads, shape: what they hold for; shape is [out_features, in_features].
         layout: ``onednn`` or ``plain``.
-        kernels: of the plain layout, for each of `CLASSES`.
+        kernels: of the layout, for each of `CLASSES`.
         reason: in words.
         microseconds: of a call of each candidate for each of `CLASSES`, None where it has no kernel.
     """
@@ -49,7 +51,7 @@ class Record:
         with suppress(OSError, ValueError, TypeError):
             content: Any = json.loads(file.read_text(encoding="utf-8"))
             record = cls(**{field.name: content[field.name] for field in fields(cls) if field.name in content})
-            if record.layout in ("onednn", "plain") and set(record.kernels) <= {"torch", "numba"}:
+            if set(record.kernels) <= set(LAYOUTS.get(record.layout, ())):
                 return record if len(record.kernels) == len(CLASSES) else None
         return None
 
@@ -59,7 +61,7 @@ class Record:
             f"{name} {' '.join('-' if t is None else f'{t:.0f}' for t in found)}"
             for name, found in self.microseconds.items()
         )
-        used = self.layout if self.layout == "onednn" else f"plain ({', '.join(self.kernels)})"
+        used = f"{self.layout} ({', '.join(self.kernels)})"
         size = f"{self.shape[1]}x{self.shape[0]}"
         return f"linear {size} {self.dtype}, {self.threads} threads: {used}, {self.reason}; us: {shown}"
 

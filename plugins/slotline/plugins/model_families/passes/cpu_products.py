@@ -22,15 +22,16 @@ import torch
 from attrs import asdict, frozen
 from torch.nn import functional
 
-from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, Record
-from slotline.plugins.model_families.passes import dense_kernels
+from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, LAYOUTS, Record
+from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
 from slotline.registry.cache_folder import cache_folder, write_atomic
 from slotline.registry.processor import processor
 
 Choice = Literal["timed", "onednn", "plain"]
-"""`timed`; or a layout: oneDNN's blocked one, or the checkpoint's own for torch's product and our kernel."""
+"""`timed`; or a layout: oneDNN's blocked one with oneDNN's products alone, or the checkpoint's own for torch's product
+and our kernel."""
 
-SMALL = 1 << 20
+SMALL = 1 << 16
 """Bytes of a weight below which nothing is timed: caches hold it, and oneDNN's layout is taken."""
 MOST_OUTPUTS = 4096
 """Outputs of a shape that is timed; larger weights are taken to be like it."""
@@ -43,7 +44,7 @@ IMPORTANCE = (3, 1, 2, 2)
 """Weights of the classes of rows where layouts are compared."""
 MARGIN = 0.02
 """Share by which the plain layout must be faster, so that noise seldom decides."""
-RULE = 1
+RULE = 2
 """Number of this rule and its kernels: a change makes earlier answers void."""
 MOST_LOSS = 0.3
 """Logarithm of the ratio of times by which the plain layout may lose in any class of rows."""
@@ -57,14 +58,15 @@ class Way:
 
     Attributes:
         layout: ``onednn`` or ``plain``.
-        kernels: for the plain layout ``torch`` or ``numba`` for each class of rows.
+        kernels: for each class of rows: ``onednn`` or ``panels`` in oneDNN's layout, ``torch`` or ``numba`` in the
+            plain one.
     """
 
     layout: str = "onednn"
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ("onednn",) * len(CLASSES)
 
     def kernel(self, rows: int) -> str:
-        """Return the plain layout's kernel for a number of rows."""
+        """Return the kernel for a number of rows."""
         return self.kernels[next((i for i, most in enumerate(CLASSES[:-1]) if rows <= most), len(CLASSES) - 1)]
 
 
@@ -82,7 +84,13 @@ def way_for(choice: Choice, out_features: int, in_features: int, dtype: torch.dt
         few = "numba" if _has_kernel(in_features) else "torch"
         return Way("plain", (few, few, few, "torch"))
     record = _record(*shape, dtype, torch.get_num_threads())
-    return ONEDNN if record is None or record.layout == "onednn" else Way("plain", tuple(record.kernels))
+    return ONEDNN if record is None else Way(record.layout, tuple(record.kernels))
+
+
+def has_panels(dtype: torch.dtype, in_features: int) -> bool:
+    """Return True if our kernel of few rows reads oneDNN's layout of such weights."""
+    even = dtype == torch.float32 or in_features % 2 == 0
+    return even and dense_kernels.runs() and panel_kernels.has_panels(dtype)
 
 
 def _has_kernel(in_features: int) -> bool:
@@ -131,28 +139,36 @@ def judge(facts: dict[str, object], found: dict[str, list[float]]) -> Record:
     Args:
         found: seconds of each candidate for each of `CLASSES`, infinite where it has no kernel.
     """
-    plain = {name: seconds for name, seconds in found.items() if name != "onednn"}
-    kernels = [min(plain, key=lambda name: plain[name][i]) for i in range(len(CLASSES))]
-    gain = [math.log(found["onednn"][i] / plain[name][i]) for i, name in enumerate(kernels)]
+    classes = range(len(CLASSES))
+    blocked, plain = (
+        [min((name for name in names if name in found), key=lambda name: found[name][i]) for i in classes]
+        for names in LAYOUTS.values()
+    )
+    gain = [math.log(found[blocked[i]][i] / found[plain[i]][i]) for i in classes]
     mean = sum(g * share for g, share in zip(gain, IMPORTANCE, strict=True)) / sum(IMPORTANCE)
     layout = "plain" if mean > MARGIN and min(gain) > -MOST_LOSS else "onednn"
     if layout == "plain" or mean <= 0:
-        reason = f"{math.exp(abs(mean)):.2f} times {'oneDNN' if mean > 0 else 'the plain layout'}'s speed"
+        other = "oneDNN's layout" if mean > 0 else "the plain layout"
+        reason = f"{math.exp(abs(mean)):.2f} times the speed of {other}"
     elif mean > MARGIN:
         reason = f"the plain layout has {math.exp(min(gain)):.2f} times the speed in a class of rows"
     else:
         reason = "the plain layout's gain is within the margin"
+    kernels = plain if layout == "plain" else blocked
     times_us = {name: [round(s * 1e6, 1) if s < 1e3 else None for s in seconds] for name, seconds in found.items()}
     return Record(**facts, layout=layout, kernels=kernels, reason=reason, microseconds=times_us)  # type: ignore[arg-type]
 
 
 def times(out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, list[float]]:
-    """Return the least seconds of a call of each candidate, for each of `CLASSES`, in turn with the others."""
+    """Return the least seconds of a call of each candidate, for each of `CLASSES`, in turn with the others.
+
+    No candidate takes the weight that another has just read, which the processor's cache would still hold.
+    """
     size = out_features * in_features * dtype.itemsize
     weights = [
         torch.full((out_features, in_features), 0.01, dtype=dtype) for _ in range(max(2, min(40, COPIES_BYTES // size)))
     ]
-    found: dict[str, list[float]] = {"onednn": [], "torch": [], "numba": []}
+    found: dict[str, list[float]] = {name: [] for names in LAYOUTS.values() for name in names}
     with torch.inference_mode():
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
         for rows in CLASSES:
@@ -163,9 +179,10 @@ def times(out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, 
                 call(0)
             end = perf_counter() + CLASS_SECONDS
             for turn in range(1, MOST_CALLS + 1):
-                for name, call in calls.items():
+                for place, (name, call) in enumerate(calls.items()):
+                    number = (turn + place * len(weights) // len(calls)) % len(weights)
                     start = perf_counter()
-                    call(turn % len(weights))
+                    call(number)
                     best[name] = min(best[name], perf_counter() - start)
                 if turn >= FEWEST_CALLS and perf_counter() > end:
                     break
@@ -179,6 +196,10 @@ def _candidates(
 ) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
     """Yield each candidate's product with the i-th weight, plus `other`, as residuals are added."""
     yield "onednn", lambda i: _ONEDNN.binary(x, other, packed[i], None, "add")
+    if len(x) <= dense_kernels.MOST_ROWS and has_panels(x.dtype, x.shape[1]):
+        outputs = other.shape[1]
+        at = [panel_kernels.address_of(weight) for weight in packed]
+        yield "panels", lambda i: panel_kernels.few_rows(x, at[i], outputs, None, other, dense_kernels.ADD)
     yield "torch", lambda i: functional.linear(x, weights[i]).add_(other)
     if len(x) <= dense_kernels.MOST_ROWS and _has_kernel(x.shape[1]):
         yield "numba", lambda i: dense_kernels.few_rows(x, weights[i], None, other, dense_kernels.ADD)

@@ -33,14 +33,14 @@ X, WEIGHT, BIAS, OTHER, OUT, ROWS, INPUTS, OUTPUTS, MODE, THREAD_NUM, NUM_THREAD
 NOTHING, ADD, MULTIPLY, SWISH = range(4)
 """What is done last: nothing, adding or multiplying by OTHER, or the activation of that name."""
 
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+FAST = {"reassoc", "contract", "nsz", "arcp"}
 _FOUR = 4
-_SIGNATURE = types.void(types.CPointer(types.int64))
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+SIGNATURE = types.void(types.CPointer(types.int64))
+CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @intrinsic
-def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
+def element_pointer(typingctx: Any, address: Any, tag: Any) -> Any:
     """Return an address as a pointer to elements of `tag`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -50,7 +50,7 @@ def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
 
 
 @intrinsic
-def _ask(typingctx: Any, address: Any) -> Any:
+def ask(typingctx: Any, address: Any) -> Any:
     """Call the C function ``int()`` at an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -60,17 +60,17 @@ def _ask(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-class _Bfloat16(ir.Type):  # type: ignore[misc]
+class Bfloat16(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat16)
+        return isinstance(other, Bfloat16)
 
     def __hash__(self) -> int:
-        return hash(_Bfloat16)
+        return hash(Bfloat16)
 
 
 @cache
@@ -120,7 +120,7 @@ def _dots(rows: int, *, narrow: bool, paired: bool) -> Any:
     def add(b: Any, total: Any, weight: Any, given: Any) -> Any:
         if not paired:
             return b.fadd(total, b.fmul(weight, given, flags=("contract",)), flags=("contract",))
-        pairs, name = ir.VectorType(_Bfloat16(), lanes), "llvm.x86.avx512bf16.dpbf16ps.512"
+        pairs, name = ir.VectorType(Bfloat16(), lanes), "llvm.x86.avx512bf16.dpbf16ps.512"
         kind = ir.FunctionType(vector, [vector, pairs, pairs])
         function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
         return b.call(function, [total, b.bitcast(weight, pairs), b.bitcast(given, pairs)])
@@ -156,7 +156,7 @@ def _across(b: Any, found: Any) -> Any:
 
 
 @intrinsic
-def _bits(typingctx: Any, value: Any) -> Any:
+def rounded_bits(typingctx: Any, value: Any) -> Any:
     """Return a float32 as a bfloat16's bits, rounded to nearest, ties to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -170,7 +170,7 @@ def _bits(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _number(typingctx: Any, value: Any) -> Any:
+def widened(typingctx: Any, value: Any) -> Any:
     """Return a float32 as it is, or a bfloat16's bits as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -194,17 +194,20 @@ def compile_product(*, narrow: bool, paired: bool) -> Any:
     size = 2 if narrow else 4
     four, two, one = (_dots(rows, narrow=narrow, paired=paired) for rows in (4, 2, 1))
     x_size = 2 if paired else 4
-    stored = _bits if narrow else _number
+    stored = rounded_bits if narrow else widened
 
     def product(told_at):  # type: ignore[no-untyped-def]
         told, unbounded = carray(told_at, (PLACES,)), 1 << 60
         rows, inputs, outputs, mode = told[ROWS], told[INPUTS], told[OUTPUTS], told[MODE]
         thread, threads = 0, 1
         if told[THREAD_NUM] != 0:
-            thread, threads = _ask(told[THREAD_NUM]), _ask(told[NUM_THREADS])
+            thread, threads = ask(told[THREAD_NUM]), ask(told[NUM_THREADS])
         blocks = (outputs + 3) // 4
-        out = carray(_pointer(told[OUT], tag), unbounded)
-        bias, other = carray(_pointer(told[BIAS], tag), unbounded), carray(_pointer(told[OTHER], tag), unbounded)
+        out = carray(element_pointer(told[OUT], tag), unbounded)
+        bias, other = (
+            carray(element_pointer(told[BIAS], tag), unbounded),
+            carray(element_pointer(told[OTHER], tag), unbounded),
+        )
         scratch = np.empty(16, np.float32)
         to = scratch.ctypes.data
         for block in range(thread * blocks // threads, (thread + 1) * blocks // threads):
@@ -226,17 +229,17 @@ def compile_product(*, narrow: bool, paired: bool) -> Any:
                     for k in range(held):
                         value, at = scratch[i * 4 + k], (row + i) * outputs + column + k
                         if told[BIAS] != 0:
-                            value += _number(bias[column + k])
+                            value += widened(bias[column + k])
                         if mode == ADD:
-                            value += _number(other[at])
+                            value += widened(other[at])
                         elif mode == MULTIPLY:
-                            value *= _number(other[at])
+                            value *= widened(other[at])
                         elif mode == SWISH:
                             value = value / (np.float32(1.0) + np.exp(-value))
                         out[at] = stored(value)
                 row += count
 
-    return cached_cfunc(_SIGNATURE, product, fastmath=_FAST)
+    return cached_cfunc(SIGNATURE, product, fastmath=FAST)
 
 
 def runs() -> bool:
@@ -281,4 +284,4 @@ def few_rows(
 @cache
 def _kernel(*, narrow: bool, paired: bool) -> tuple[int, Any]:
     address = compile_product(narrow=narrow, paired=paired).address
-    return address, _CALL(address)
+    return address, CALL(address)

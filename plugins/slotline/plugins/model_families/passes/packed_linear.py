@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from slotline.plugins.model_families.passes import dense_kernels
+from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
 from slotline.plugins.model_families.passes.cpu_products import ONEDNN, Way
 from slotline.plugins.model_families.passes.target import Target, slots
 
@@ -56,6 +56,9 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.way = way
         self._plain = way.layout == "plain"
+        self._own = self._plain or "panels" in way.kernels
+        self._placed: torch.Tensor | None = None  # the tensor whose address is known
+        self._panels = 0
         self.register_buffer("packed", self.pack(weight), persistent=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -70,45 +73,53 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features], summed in float32."""
-        if self._plain:
-            return self._product(x)
+        if self._own and (own := self._product(x)) is not None:
+            return own
         # Straight from the dictionaries: attribute access of modules costs more than the rest of this call.
         result: torch.Tensor = _linear(x, self._buffers["packed"], self._parameters["bias"], "none", [], "")
         return result
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the output for x, added to a residual of the output's shape as the product's last step."""
-        if self._plain:
-            return self._product(x, residual, dense_kernels.ADD)
+        if self._own and (own := self._product(x, residual, dense_kernels.ADD)) is not None:
+            return own
         result: torch.Tensor = _linear_binary(x, residual, self._buffers["packed"], self._parameters["bias"], "add")
         return result
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return the output for x, multiplied by another tensor of the output's shape as the product's last step."""
-        if self._plain:
-            return self._product(x, other, dense_kernels.MULTIPLY)
+        if self._own and (own := self._product(x, other, dense_kernels.MULTIPLY)) is not None:
+            return own
         result: torch.Tensor = _linear_binary(x, other, self._buffers["packed"], self._parameters["bias"], "mul")
         return result
 
     def activated(self, x: torch.Tensor, operation: str, algorithm: str) -> torch.Tensor:
         """Return an activation of the output for x, by oneDNN's names, as the product's last step."""
+        if self._own and operation == "swish" and (own := self._product(x, None, dense_kernels.SWISH)) is not None:
+            return own
         if not self._plain:
             weight, bias = self._buffers["packed"], self._parameters["bias"]
             result: torch.Tensor = _linear(x, weight, bias, operation, [], algorithm)
             return result
-        if operation == "swish":
-            return self._product(x, None, dense_kernels.SWISH)
-        product = self._product(x)
+        product = self.forward(x)
         return product.relu_() if operation == "relu" else functional.gelu(product, approximate=algorithm)
 
     def _product(
         self, x: torch.Tensor, other: torch.Tensor | None = None, mode: int = dense_kernels.NOTHING
-    ) -> torch.Tensor:
-        """Return the output for x by the plain layout's kernel, with what is done last."""
+    ) -> torch.Tensor | None:
+        """Return the output for x with what is done last, None where that is oneDNN's to compute."""
         weight, bias = self._buffers["packed"], self._parameters["bias"]
         rows = x.numel() // self.in_features
-        if 0 < rows <= dense_kernels.MOST_ROWS and self.way.kernel(rows) == "numba" and x.dtype == weight.dtype:  # type: ignore[union-attr]
-            return dense_kernels.few_rows(x, weight, bias, other, mode)  # type: ignore[arg-type]
+        if 0 < rows <= dense_kernels.MOST_ROWS and x.dtype == weight.dtype:  # type: ignore[union-attr]
+            kernel = self.way.kernel(rows)
+            if kernel == "panels":
+                if self._placed is not weight:
+                    self._placed, self._panels = weight, panel_kernels.address_of(weight)  # type: ignore[arg-type]
+                return panel_kernels.few_rows(x, self._panels, self.out_features, bias, other, mode)
+            if kernel == "numba":
+                return dense_kernels.few_rows(x, weight, bias, other, mode)  # type: ignore[arg-type]
+        if not self._plain:
+            return None
         product = functional.linear(x, weight, bias)  # type: ignore[arg-type]
         if mode == dense_kernels.ADD:
             return product.add_(other)  # type: ignore[arg-type]
