@@ -99,6 +99,9 @@ def test_prompts_are_computed_by_one_process_and_continued_by_another(one_engine
         prefill, first = stack.enter_context(started(*serve("prefill", place)))
         _, second = stack.enter_context(started(*serve("decode", place)))
         router, url = stack.enter_context(started("route", "--prefill", first, "--decode", second, "--port", "0"))
+        _, at_once = stack.enter_context(
+            started("route", "--prefill", first, "--decode", second, "--port", "0", "--early")
+        )
 
         assert answered(url, BODY) == one_engine(TEXT)
         assert client.get(f"{url}/route").json() == {"prefilled": 1, "alone": 0, "passed": 0}
@@ -119,6 +122,17 @@ def test_prompts_are_computed_by_one_process_and_continued_by_another(one_engine
         assert f"{transfer['remote_host']}:{transfer['remote_port']}" == place
         assert (transfer["do_remote_prefill"], transfer["do_remote_decode"]) == (True, False)
 
+        before = loads(client, second)
+        for number in range(3):  # the first answer says where blocks are
+            prompt = f"def table{number}(" + TEXT
+            assert answered(at_once, {**BODY, "prompt": prompt}) == one_engine(prompt)
+        assert streamed(client, at_once, {**BODY, "prompt": "import sys\n" + TEXT}) == one_engine("import sys\n" + TEXT)
+        assert client.get(f"{at_once}/route").json() == {"prefilled": 4, "alone": 0, "passed": 0}
+        after = loads(client, second)
+        assert after[0] - before[0] > 12
+        assert after[1] == before[1]
+        assert client.post(f"{at_once}/v1/completions", json={"prompt": 3}).status_code == 400
+
         prefill.kill()  # between the two parts of a request
         prefill.wait()
         begun = time.monotonic()
@@ -127,6 +141,9 @@ def test_prompts_are_computed_by_one_process_and_continued_by_another(one_engine
         assert loads(client, second)[1] > 0
         assert answered(url, {**BODY, "prompt": fourth}) == one_engine(fourth)
         assert client.get(f"{url}/route").json()["alone"] >= 1
+        fifth = "class Cell:\n" + TEXT
+        assert answered(at_once, {**BODY, "prompt": fifth}) == one_engine(fifth)
+        assert client.get(f"{at_once}/route").json()["alone"] >= 1
         assert time.monotonic() - begun < 60
         router.send_signal(signal.SIGTERM)
         assert router.wait(30) == 0

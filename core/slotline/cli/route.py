@@ -29,6 +29,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time to compute a prompt, after which the other server does (%(default)s)",
     )
+    parser.add_argument(
+        "--early",
+        action="store_true",
+        help="ask both servers at once: blocks come while the prompt is computed, and the request takes its place",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -38,7 +43,13 @@ def _run(arguments: argparse.Namespace) -> int:
     with needs_extra():
         from slotline.server.route_run import run_router
     return run_router(
-        given["prefill"], given["decode"], arguments.timeout, host=arguments.host, port=arguments.port, say=_say
+        given["prefill"],
+        given["decode"],
+        arguments.timeout,
+        early=arguments.early,
+        host=arguments.host,
+        port=arguments.port,
+        say=_say,
     )
 
 

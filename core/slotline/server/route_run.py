@@ -16,6 +16,7 @@ def run_router(
     decode: Sequence[str],
     timeout: float,
     *,
+    early: bool,
     host: str,
     port: int,
     say: Callable[[str], None],
@@ -23,14 +24,14 @@ def run_router(
     """Route until a signal ends it. Return the exit code.
 
     Args:
-        prefill, decode, timeout: see `Router`.
+        prefill, decode, timeout, early: see `Router`.
         say: tells where it listens, once it does.
 
     Raises:
         ConfigError: if the address is in use.
     """
     with listening(ServerConfig(host=host, port=port)) as listener:
-        router = Router(prefill, decode, timeout)
+        router = Router(prefill, decode, timeout, early=early)
         name, number = listener.getsockname()[:2]
         place = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         say(f"routing on {place} (prompts to {', '.join(prefill)}; requests to {', '.join(decode)})")
