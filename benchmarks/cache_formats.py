@@ -27,7 +27,7 @@ from slotline.registry.descriptor import Kind
 
 BLOCK = 16
 ROUNDS = 7
-SHORT = "--contexts 64 --rounds 2"
+SHORT = "--backend torch --contexts 64 --rounds 2 --formats plain int8_token_head"
 """Arguments of a short run."""
 
 

@@ -18,7 +18,7 @@ from interpreter_patches import quicken
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM
-from slotline.registry import discovery
+from slotline.registry import records
 from slotline.registry.records import PluginRecord
 
 
@@ -144,7 +144,7 @@ def one_thread() -> Iterator[None]:
 def _installed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The metadata of what is installed are read once, and again where a test puts a folder of its own on the path."""
     known: dict[tuple[str, ...], list[PluginRecord]] = {}
-    original, temporary = discovery.installed_records, str(tmp_path_factory.getbasetemp())
+    original, temporary = records.installed_records, str(tmp_path_factory.getbasetemp())
 
     def installed_records() -> list[PluginRecord]:
         if any(path.startswith(temporary) for path in sys.path):
@@ -152,7 +152,9 @@ def _installed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         return list(known.get(key := tuple(sys.path)) or known.setdefault(key, original()))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(discovery, "installed_records", installed_records)
+        for module in [module for name, module in sys.modules.items() if name.startswith("slotline.")]:
+            if vars(module).get("installed_records") is original:
+                monkeypatch.setattr(module, "installed_records", installed_records)
         yield
 
 

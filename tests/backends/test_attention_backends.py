@@ -9,8 +9,11 @@ from importlib import import_module
 
 import pytest
 import torch
+from attrs import evolve
 from small_sizes import in_small
 
+from slotline.backends import cpu
+from slotline.registry.capability import Range, Set
 from slotline.testing import Check, Level, Outcome, check_plugin
 from slotline.testing.environments.attention import BACKEND_THREADS, Case, World, threads
 from slotline.testing.environments.attention_shapes import SHAPES, with_empty_rows
@@ -21,12 +24,18 @@ CHECKS = {
     67: {"attention.decode", "attention.mixed", "attention.pages.layout", "attention.stateful.random_history"},
 }
 """Row of the behaviour list -> checks that prove it."""
+FEW = evolve(
+    cpu.CAPABILITIES,
+    dtypes=Set((("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float8_e4m3fn"))),
+    head_sizes=Range(64, 64, extra=(7, 80)),
+)
+"""What `cpu` compiles in half a minute: each further pair of dtypes and each further head size take three seconds."""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODULES)
-def test_a_built_in_backend_passes_at_large_sizes(name: str) -> None:
-    records = check_plugin(f"attention:{name}", device="cpu", only=lambda item: not in_small(item))
+def test_a_built_in_backend_passes_with_all_dtypes_and_at_large_sizes(name: str) -> None:
+    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     assert "attention.sizes.shapes" in {record.id for record in records if record.outcome is Outcome.PASSED}
 
@@ -38,7 +47,10 @@ def test_a_built_in_backend_passes_the_suite_up_to_long_histories(name: str) -> 
     def plain(item: Check) -> bool:
         return in_small(item) and "formats" not in item.id  # the tests of caches have these
 
-    records = check_plugin(f"attention:{name}", device="cpu", level=Level.STATEFUL, only=plain)
+    descriptor = import_module(MODULES[name]).descriptor
+    if name == "cpu":
+        descriptor = evolve(descriptor, capabilities=FEW, probe=None)
+    records = check_plugin(descriptor, device="cpu", level=Level.STATEFUL, only=plain)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     passed = {record.id for record in records if record.outcome is Outcome.PASSED}
     assert set.union(*CHECKS.values()) <= passed

@@ -71,6 +71,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of log2(0), which is minus infinity here
+@pytest.mark.spread(45, slow=0)  # each batch with half of the features, each feature with half of the batches
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_kernels_agree_with_the_oracle(batch: str, features: str) -> None:

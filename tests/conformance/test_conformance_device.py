@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cli_cases import pretend_project_installed
+from mutant_trials import until_killed
 from repository import TESTS
 
 from slotline.registry.descriptor import DeviceInfo, Kind
@@ -40,7 +41,7 @@ def bad(records: list[Record]) -> list[str]:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant: Any) -> None:
-    records = check_plugin(mutant.descriptor, level=mutant.level, stop_at_first=True)
+    records = until_killed(mutant)
     assert records[-1].bad, f"{mutant.name} survives up to {mutant.level}"
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 from attrs import evolve
 from mutant_trials import until_killed
+from remembered_oracle import remembered
 from small_sizes import in_small
 from torch import Tensor, nn
 
@@ -23,6 +24,12 @@ from slotline.testing.reference.state import ReferenceState, descriptor_of
 
 Tensors = Mapping[str, Tensor]
 CPU_LEVELS = Level.STATEFUL
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remembered() -> Iterator[None]:
+    with remembered():
+        yield
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

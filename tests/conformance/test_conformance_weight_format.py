@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from mutant_trials import until_killed
 
 from slotline.registry.descriptor import Kind
 from slotline.testing import Level, Outcome, all_checks, check_plugin
@@ -11,7 +12,7 @@ from slotline.testing.mutants.weight_format import CORRECT, MUTANTS
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
-    records = check_plugin(mutant.descriptor, level=mutant.level, stop_at_first=True)
+    records = until_killed(mutant)
     assert records[-1].bad, f"{mutant.name} survives up to {mutant.level}"
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 

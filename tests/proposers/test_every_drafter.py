@@ -60,11 +60,11 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[str
 def test_greedy_texts_are_those_without_a_drafter(
     name: str, backend: str, heads: Callable[[str], tuple[Path, Path | None]], engines: Engines
 ) -> None:
-    """60 requests of any length, in chunks, through a pool that is too small; half go on from a shared prefix."""
+    """40 requests of any length, in chunks, through a pool that is too small; half go on from a shared prefix."""
     path, folder = heads(name)
     rng = Random(f"{name} {backend}")
     beginnings = random_prompts((16, 32), seed=5)
-    prompts = random_prompts([rng.randint(1, 30) for _ in range(60)], seed=rng.randint(0, 10**6))
+    prompts = random_prompts([rng.randint(1, 30) for _ in range(40)], seed=rng.randint(0, 10**6))
     prompts = [rng.choice(beginnings) + p[:8] if rng.random() < 0.5 else p for p in prompts]
     params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 14), ignore_eos=True) for _ in prompts]
     expected = [o.outputs[0].token_ids for o in engines(path).generate(prompts, params)]
