@@ -87,8 +87,8 @@ def test_a_new_plugin_has_all_that_a_package_needs(kind: str, projects: Mapping[
     assert "${{ vars.GPU_RUNNER }}" in (project / ".github/workflows/conformance.yml").read_text()
 
 
-@pytest.mark.spread(0, slow=4)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.spread(0, slow=3)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "attention"])  # whose pass in .ci/new_plugins
 def test_the_tests_of_a_new_plugin_pass(kind: str, projects: Mapping[str, Path]) -> None:
     """Its own pytest.toml is used; among the tests is one that runs the conformance checks up to L3."""
     assert "2 passed" in run("pytest", "-q", "-p", "no:cacheprovider", cwd=projects[kind])
