@@ -16,9 +16,10 @@ level, failed = Level.parse(wanted), []
 for name in names:
     records = check_plugin(name, level=level)
     counts = Counter(record.outcome.value for record in records)
-    print(f"{name}: {level_reached(records)} reached,", ", ".join(f"{count} {what}" for what, count in counts.items()))
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
+    sys.stdout.write(f"{name}: {level_reached(records)} reached, {counted}\n")
     bad = [f"{record.key}: {record.reason}" for record in records if record.bad]
     if bad or level_reached(records) is None:
         failed.append(name)
-        print(*bad, sep="\n")
+        sys.stdout.write("\n".join(bad) + "\n")
 sys.exit(f"not conformant: {', '.join(failed)}" if failed else 0)
