@@ -118,7 +118,8 @@ def test_a_sound_plugin_that_cannot_run_here_is_optional_and_a_broken_one_a_fail
     monkeypatch.setattr(doctor, "_CHECKS", (("plugins", lambda: iter(findings[:4])),))
     monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))  # nothing was timed
     assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    threads, *lines = capsys.readouterr().out.splitlines()
+    assert threads == "threads: 1, as OMP_NUM_THREADS says"
     assert lines[0] == "lora plugins"
     assert lines[1].split() == ["status", "name", "runs", "here", "found"]
     assert lines[2].split() == ["ok", "a_runs", "yes", "odd", "0.1.0,", "contract", "1"]

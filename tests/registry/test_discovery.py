@@ -441,7 +441,8 @@ def slotline_report_header(config):
 
 def test_a_hook_plugin_registers_reviews_and_reports(install: Install) -> None:
     install("hook-dist", "helper", HOOKS, target="", group="slotline.hooks")
-    registry = discover(PluginsConfig(block=("hooks:cpu_linear",)))  # ours wants a real configuration
+    own = ("hooks:cpu_linear", "hooks:cpu_threads")  # they want a real configuration
+    registry = discover(PluginsConfig(block=own))
     assert registry.load(PROCESSOR, "by_hook").name == "by_hook"
     assert row_of(registry, "by_hook").distribution == "hook-dist"
     assert row_of(registry, "helper", "hooks").state is PluginState.LOADED
@@ -484,7 +485,7 @@ def test_a_misspelt_hook_is_an_error_naming_it(install: Install, code: str, part
     assert "hooks:helper" in str(raised.value)
     registry = discover(tolerant=True)
     assert row_of(registry, "helper", "hooks").state is PluginState.FAILED
-    assert registry.hooks.labels() == ("hooks:cpu_linear",)
+    assert registry.hooks.labels() == ("hooks:cpu_linear", "hooks:cpu_threads")
 
 
 def test_a_hook_plugin_that_breaks_is_a_row_and_stops_a_strict_run(install: Install) -> None:
@@ -493,7 +494,7 @@ def test_a_hook_plugin_that_breaks_is_a_row_and_stops_a_strict_run(install: Inst
     registry = discover()
     assert "AttributeError" in row_of(registry, "helper", "hooks").error
     assert "ModuleNotFoundError" in row_of(registry, "missing", "hooks").error
-    assert registry.hooks.labels() == ("hooks:cpu_linear",)
+    assert registry.hooks.labels() == ("hooks:cpu_linear", "hooks:cpu_threads")
     with pytest.raises(PluginError):
         discover(strict=True)
 

@@ -110,7 +110,7 @@ def test_a_package_offers_plugins_of_several_slots_by_one_entry_point(install: I
     assert registry.load(Kind.DRAFTER, "acme_draft").name == "acme_draft"
     assert registry.record(Kind.DRAFTER, "acme_draft").state is PluginState.LOADED
     assert "acme_two" in registry.names(Kind.LOGITS_PROCESSOR)
-    assert set(registry.hooks.labels()) == {"hooks:acme", "hooks:cpu_linear"}
+    assert set(registry.hooks.labels()) == {"hooks:acme", "hooks:cpu_linear", "hooks:cpu_threads"}
 
 
 def test_our_own_plugins_are_reached_through_their_slots_hooks() -> None:

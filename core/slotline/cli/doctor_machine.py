@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from slotline.cli.finding import Finding, Status
+from slotline.kernels.cpu_threads import cores
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors")
@@ -22,17 +22,17 @@ def check_processor() -> Iterator[Finding]:
     info = describe_device("cpu")
     features = ", ".join(sorted(info.features)) or "none of avx512, avx512_bf16, amx_tile"
     yield Finding(Status.OK, "cpu", f"{info.name}; {features}; {info.total_memory / 2**30:.1f} GiB of memory")
-    yield threads_finding(torch.get_num_threads(), _usable_cores())
+    yield threads_finding(torch.get_num_threads(), cores().usable)
 
 
-def threads_finding(threads: int, cores: int) -> Finding:
+def threads_finding(threads: int, usable: int) -> Finding:
     """Compare threads with cores.
 
     More threads than cores wait for each other at every barrier. Fewer leave cores idle.
     """
-    text = f"torch uses {threads} of {cores} usable cores"
-    if threads > cores:
-        return Finding(Status.WARN, "threads", text, f"set OMP_NUM_THREADS={cores}")
+    text = f"torch uses {threads} of {usable} usable cores"
+    if threads > usable:
+        return Finding(Status.WARN, "threads", text, f"set OMP_NUM_THREADS={usable}")
     return Finding(Status.OK, "threads", text)
 
 
@@ -86,7 +86,3 @@ def _build() -> str:
         if torch.version.cuda
         else f"torch {torch.__version__} is built for the CPU"
     )
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,6 +15,7 @@ from attrs import define, evolve, field
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from slotline.kernels.cpu_threads import cores
 from slotline.planner.plan import Planned
 from slotline.ranks.launch import CONFIG, packed
 from slotline.ranks.ray_room import (
@@ -59,7 +60,7 @@ class RankActor:
 
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # a rank reaches its peers' memory, so it sees all devices
         os.environ.update(environment)
-        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))  # Ray sets 1
+        torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or cores().usable))  # Ray sets 1
         _speak_from(this_address())
         return main()
 

@@ -57,6 +57,24 @@ def write_atomic(file: Path, content: bytes) -> None:
         raise
 
 
+def write_first(file: Path, content: bytes) -> None:
+    """Write a file of that folder unless another process was first, atomically.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    own = file.with_name(f"{file.stem}.{os.getpid()}")
+    write_atomic(own, content)
+    try:
+        with suppress(FileExistsError):
+            os.link(own, file)
+    except OSError:  # a file system without links
+        if not file.exists():
+            own.replace(file)
+    finally:
+        own.unlink(missing_ok=True)
+
+
 def remove_stale(folder: Path) -> None:
     """Remove the scratch files of a folder whose processes have ended.
 

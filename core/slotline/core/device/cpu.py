@@ -11,6 +11,7 @@ import torch
 from slotline.core.device.cpu_ops import CpuOps
 from slotline.core.device.torch_device import TorchDevice
 from slotline.core.device.transfer_buffer import CpuTransferBuffer
+from slotline.kernels.cpu_threads import set_threads
 from slotline.registry.contracts.device import DeviceContext, TransferBuffer
 from slotline.registry.descriptor import DeviceInfo
 
@@ -58,7 +59,8 @@ class CpuFactory:
         return 1
 
     def __call__(self, context: DeviceContext) -> CpuDevice:
-        """Return the CPU."""
+        """Return the CPU, after giving torch its number of threads."""
+        set_threads(context.options)
         return CpuDevice()
 
 
@@ -67,9 +69,5 @@ factory = CpuFactory()
 
 def _features() -> frozenset[str]:
     """Return instruction sets that change which dtype pays, as far as torch tells them."""
-    probes = {
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "amx_tile": "_is_amx_tile_supported",
-        "avx512": "_is_avx512_supported",
-    }
-    return frozenset(name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)())
+    names = ("avx512_bf16", "amx_tile", "avx512")
+    return frozenset(name for name in names if getattr(torch.cpu, f"_is_{name}_supported", lambda: False)())

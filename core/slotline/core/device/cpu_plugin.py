@@ -8,6 +8,7 @@ descriptor = Descriptor(
     kind=Kind.DEVICE,
     name="cpu",
     capabilities=DeviceCapabilities(graphs=Flag(False), host_memory=Flag(True)),
+    options="slotline.kernels.cpu_threads:CpuOptions",
     factory="slotline.core.device.cpu:factory",
     summary="the host's processor",
 )

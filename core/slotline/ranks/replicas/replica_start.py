@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 
+from slotline.kernels.cpu_threads import cores
 from slotline.ranks.launch import Launched, environment_with, start_programs
 from slotline.ranks.replicas.reports import ADDRESS, NUMBER
 from slotline.registry.config import LoadedConfig
@@ -46,7 +47,7 @@ def start_process(loaded: LoadedConfig, number: int, address: str) -> Launched:
         RankError: if it cannot be started.
     """
     count = loaded.config.parallel.data
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores().usable // count))
     environment = environment_with(**{ADDRESS: address, NUMBER: str(number), "OMP_NUM_THREADS": threads})
     return start_programs("slotline.ranks.replicas.replica", {0: environment}, "replica", number)
 

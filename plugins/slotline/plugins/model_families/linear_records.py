@@ -19,7 +19,9 @@ CLASSES = (1, 4, 16, 128)
 """Numbers of rows that are timed: each stands for those down to the one before, and the last for more."""
 LAYOUTS = {"onednn": ("onednn", "panels"), "plain": ("torch", "numba")}
 """Kernels of each layout. ``panels`` and ``numba`` are ours, for few rows."""
-FOLDER = "cpu-linear"
+RULE = 2
+"""Number of the rule that chooses and of its kernels: a change makes earlier answers void."""
+FOLDER = f"cpu-linear-{RULE}"
 """In the cache folder."""
 
 

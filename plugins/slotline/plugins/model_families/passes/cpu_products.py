@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +22,7 @@ from torch.nn import functional
 
 from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, LAYOUTS, Record
 from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
-from slotline.registry.cache_folder import cache_folder, write_atomic
+from slotline.registry.cache_folder import cache_folder, write_first
 from slotline.registry.processor import processor
 
 Choice = Literal["timed", "onednn", "plain"]
@@ -44,8 +42,6 @@ IMPORTANCE = (3, 1, 2, 2)
 """Weights of the classes of rows where layouts are compared."""
 MARGIN = 0.02
 """Share by which the plain layout must be faster, so that noise seldom decides."""
-RULE = 2
-"""Number of this rule and its kernels: a change makes earlier answers void."""
 MOST_LOSS = 0.3
 """Logarithm of the ratio of times by which the plain layout may lose in any class of rows."""
 
@@ -107,8 +103,7 @@ def _record(out_features: int, in_features: int, dtype: torch.dtype, threads: in
         "threads": threads,
         "shape": [out_features, in_features],
     }
-    named = json.dumps({**facts, "rule": RULE}, sort_keys=True)
-    name = hashlib.sha256(named.encode()).hexdigest()[:24]
+    name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     try:
         file = cache_folder() / FOLDER / f"{name}.json"
         if (found := Record.read(file)) is None:
@@ -121,16 +116,7 @@ def _record(out_features: int, in_features: int, dtype: torch.dtype, threads: in
 
 def _keep(file: Path, record: Record) -> None:
     """Write a record unless another process was first."""
-    own = file.with_name(f"{file.stem}.{os.getpid()}")
-    write_atomic(own, json.dumps(asdict(record), indent=1).encode())
-    try:
-        with suppress(FileExistsError):
-            os.link(own, file)
-    except OSError:  # a file system without links
-        if not file.exists():
-            own.replace(file)
-    finally:
-        own.unlink(missing_ok=True)
+    write_first(file, json.dumps(asdict(record), indent=1).encode())
 
 
 def judge(facts: dict[str, object], found: dict[str, list[float]]) -> Record:
