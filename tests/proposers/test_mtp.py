@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,14 @@ def changed(path: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], An
     return to
 
 
+def with_settings(path: Path, to: Path, settings: dict[str, Any]) -> Path:
+    """A copy of a checkpoint with other settings."""
+    to = changed(path, to, lambda stored: None)
+    config = json.loads((path / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | settings))
+    return to
+
+
 def test_a_checkpoint_without_such_a_layer_is_refused_with_the_names_that_were_looked_for(tiny: Tiny) -> None:
     with pytest.raises(ModelError, match="no multi-token-prediction layer") as error:
         LLM(tiny("llama_deep"), device="cpu", **settings_of())
@@ -195,6 +204,53 @@ def test_a_layer_that_is_not_whole_is_refused(folder: Any, tmp_path: Path, chang
     path = changed(folder("qwen3_next"), tmp_path / "model", change)
     with pytest.raises(ModelError, match=words):
         LLM(path, device="cpu", **settings_of())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_nextn_predict_layers": 2}, "has num_nextn_predict_layers = 2, .* would draft all 4 tokens"),
+        ({"num_nextn_predict_layers": 0}, "has num_nextn_predict_layers = 0"),
+        ({"num_mtp_layers": 3}, "has num_mtp_layers = 3"),
+        ({"mtp_num_hidden_layers": 2}, "has mtp_num_hidden_layers = 2"),
+        ({"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings"),
+    ],
+)
+def test_settings_of_another_layer_are_refused(folder: Any, tmp_path: Path, settings: Any, words: str) -> None:
+    path = with_settings(folder("qwen3_next"), tmp_path / "model", settings)
+    with pytest.raises(ModelError, match=words):
+        LLM(path, device="cpu", **settings_of())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_weight_without_a_place_is_refused(folder: Any, tmp_path: Path, family: str) -> None:
+    name = f"{mtp_checkpoints.names(family)[-1]}self_attn.sinks"
+    path = changed(folder(family), tmp_path / "model", lambda stored: stored.update({name: torch.zeros(4)}))
+    with pytest.raises(ModelError, match=rf"has {name} \[4\], for which the model's own layer has no place"):
+        LLM(path, device="cpu", **settings_of())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rms_norm_eps": 0.3, "num_experts_per_tok": 1, "routed_scaling_factor": 0.3, "topk_group": 1},
+        {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": None, "mtp_use_dedicated_embeddings": False},
+    ],
+    ids=["count", "harmless"],
+)
+def test_the_model_s_settings_are_the_layer_s(engines: Engines, folder: Any, tmp_path: Path, settings: Any) -> None:
+    path = with_settings(folder("deepseek_v3"), tmp_path / "model", settings)
+    llm = engines(path, **settings_of())
+    seen = watch(llm)
+    tokens_of(llm, random_prompts(LENGTHS[:3], seed=3))
+    assert agree(seen[::4], expected_of(path, "deepseek_v3")) == 1  # type: ignore[arg-type]
+
+
+def test_the_first_of_several_layers_drafts_one_token(engines: Engines, folder: Any, tmp_path: Path) -> None:
+    path = with_settings(folder("qwen3_next"), tmp_path / "model", {"num_nextn_predict_layers": 2})
+    seen, prompts = watch(llm := engines(path, **settings_of(1))), random_prompts(LENGTHS[:2], seed=3)
+    assert tokens_of(llm, prompts) == tokens_of(engines(folder("qwen3_next")), prompts)
+    assert seen
 
 
 def test_a_broken_file_is_named(folder: Any, tmp_path: Path) -> None:

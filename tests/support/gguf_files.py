@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import quantized_checkpoints as forms
@@ -47,8 +49,11 @@ def blocks(weight: np.ndarray, kind: str) -> np.ndarray:
     return found.reshape(weight.shape[0], -1)
 
 
-def write(folder: Path, file: Path, meant: Path, kind: str) -> None:
-    """Write a Llama's folder as GGUF, as llama.cpp's converter does, and the same model dequantized."""
+def write(folder: Path, file: Path, meant: Path, kind: str, keys: Mapping[str, Any] | None = None) -> None:
+    """Write a Llama's folder as GGUF, as llama.cpp's converter does, and the same model dequantized.
+
+    Some keys may be set to other values, which the dequantized model does not have.
+    """
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(file, "llama")
     writer.add_name("tiny")
@@ -65,6 +70,11 @@ def write(folder: Path, file: Path, meant: Path, kind: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     _tokenizer(writer, folder, config["vocab_size"])
+    for key, value in (keys or {}).items():
+        writer.kv_data[0].pop(key, None)
+        {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](
+            key, value
+        )
     dequantized = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         own, heads = _name(name), {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}

@@ -18,6 +18,7 @@ descriptor = Descriptor(
         needs_kv_group=True,
         block_attention="full",
         needs_checkpoint=True,
+        checkpoint_form="dflash",
         on_device=True,
         prompt_embeds=Flag(True),  # it sees a prompt only as the model's hidden states
     ),

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from slotline.core.device import TorchOps
-from slotline.proposers.dflash.example import write_example
 from slotline.proposers.dflash.network import DFlashConfig, DFlashHead, read_config
-from slotline.proposers.eagle.heads import fill, read_weights, stored
+from slotline.proposers.eagle.heads import fill, read_weights, refuse_strange, stored
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,
@@ -32,8 +31,6 @@ class DFlashDrafter:
     Attributes:
         layer_ids: the target's layers whose inputs it reads, which are the outputs of those before them.
     """
-
-    write_example = staticmethod(write_example)
 
     def __init__(self, context: DrafterContext) -> None:
         if context.embed is None or context.compute_logits is None:
@@ -120,7 +117,9 @@ class DFlashDrafter:
 def _loaded(config: DFlashConfig) -> DFlashHead:
     with torch.device("meta"):
         head = DFlashHead(config, num_states=len(config.layer_ids))
-    fill(head, read_weights(config.path), config.path, assign=True)
+    weights = read_weights(config.path)
+    refuse_strange(head, weights, config.path, fix="use the config.json that belongs to these weights")
+    fill(head, weights, config.path, assign=True)
     return head
 
 
@@ -142,8 +141,8 @@ def _refuse_other_target(config: DFlashConfig, inspection: DrafterInspection) ->
             )
     if not config.layer_ids or not 0 <= min(config.layer_ids) <= max(config.layer_ids) < layers - 1:
         raise ModelError(
-            f"the head in {str(config.path)!r} reads outputs of the layers {list(config.layer_ids)}, and those of 0 to "
-            f"{layers - 2} can be read of {facts.architecture} in {str(facts.path)!r}",
+            f"the head in {str(config.path)!r} reads outputs of target_layer_ids = {list(config.layer_ids)}, and those "
+            f"of 0 to {layers - 2} can be read of {facts.architecture} in {str(facts.path)!r}",
             fix="name a head that was trained for this model in drafter.path",
         )
     if not 0 <= config.mask_token_id < facts.vocab_size:
@@ -153,8 +152,8 @@ def _refuse_other_target(config: DFlashConfig, inspection: DrafterInspection) ->
         )
     if inspection.num_tokens >= config.block_size:
         raise ModelError(
-            f"drafter.tokens = {inspection.num_tokens}, and the head in {str(config.path)!r} was trained with blocks "
-            f"of {config.block_size} tokens, the newest one included",
+            f"drafter.tokens = {inspection.num_tokens}, and the head in {str(config.path)!r} was trained with "
+            f"block_size = {config.block_size}, tokens of a block with the newest one included",
             fix=f"set drafter.tokens to {config.block_size - 1} or less",
         )
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import rotate_half
 
-from slotline.proposers.eagle.heads import MLP, Attend, Head, HeadConfig, merge
+from slotline.proposers.eagle.heads import MLP, Attend, Head, HeadConfig, merge, refuse_turns
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
 
@@ -80,13 +80,13 @@ def _read(path: Path, settings: dict[str, Any]) -> DFlashConfig:
         raise ValueError(f"hidden_act is {hidden_act!r}, and 'silu' is implemented")
     if (draft := settings.get("draft_vocab_size") or settings["vocab_size"]) != settings["vocab_size"]:
         raise ValueError(f"draft_vocab_size is {draft}, and the target's whole vocabulary is drafted")
+    usual = {"partial_rotary_factor": 1.0, "quantization_config": None, "target_hidden_size": settings["hidden_size"]}
+    for name, value in usual.items():
+        if (said := settings.get(name)) not in (None, value):
+            raise ValueError(f"{name} is {said!r}, and heads with {value or 'none'} are read")
+    refuse_turns(settings)
     layers, targets = settings["num_hidden_layers"], settings.get("num_target_layers")
-    kinds = settings.get("layer_types") or ["full_attention"] * layers
-    if len(kinds) != layers or (strange := sorted({*kinds} - {"full_attention", "sliding_attention"})):
-        raise ValueError(f"layer_types are {kinds} for num_hidden_layers = {layers}")
-    window = settings.get("sliding_window")
-    if "sliding_attention" in kinds and not isinstance(window, int):
-        raise ValueError(f"sliding_window is {window!r}, and layers have one")
+    windows = _windows(settings, layers)
     ids = own.get("target_layer_ids")
     if ids is None:
         ids = _spread(targets, layers)
@@ -101,9 +101,32 @@ def _read(path: Path, settings: dict[str, Any]) -> DFlashConfig:
         mask_token_id=own["mask_token_id"],
         block_size=int(block_size),  # type: ignore[arg-type]  # checked
         layer_ids=tuple(map(int, ids)),
-        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        windows=windows,
         num_target_layers=targets,
     )
+
+
+def _windows(settings: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Return each layer's window: as `layer_types` say or, without them, of those from `max_window_layers` on.
+
+    Raises:
+        ValueError: if the settings contradict each other.
+    """
+    kinds, window, used = (
+        settings.get("layer_types"),
+        settings.get("sliding_window"),
+        settings.get("use_sliding_window"),
+    )
+    if kinds is None:
+        first = settings.get("max_window_layers", 28) if used else layers  # Qwen3's default
+        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    elif used is False and "sliding_attention" in kinds:
+        raise ValueError(f"layer_types are {kinds}, and use_sliding_window is False")
+    if len(kinds) != layers or {*kinds} - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer_types are {kinds} for num_hidden_layers = {layers}")
+    if "sliding_attention" in kinds and not isinstance(window, int):
+        raise ValueError(f"sliding_window is {window!r}, and layers have one")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _spread(num_target_layers: object, num_layers: int) -> list[int]:

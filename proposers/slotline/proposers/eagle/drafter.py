@@ -212,6 +212,11 @@ class EagleTreeDrafter(EagleDrafter):
         if self._form == "chain" or batch.attend_tree is None:
             return super().propose(batch)
         count, branches = len(batch.rows), self._branches
+        if not count:
+            none = batch.positions.new_empty(0, self._num_tokens)
+            return Draft(
+                token_ids=none, parents=none if self._differs else torch.arange(-1, self._num_tokens - 1).to(none)
+            )
         out, hidden = batch.observed
         tokens, values = self._children(out[:, None], values=out.new_zeros(count, 1, dtype=torch.float32))
         grown = Candidates(tokens, values, torch.full_like(tokens, -1))

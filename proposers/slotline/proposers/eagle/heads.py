@@ -130,14 +130,23 @@ def _refuse_unusual(settings: Mapping[str, Any]) -> None:
                 usual = (*usual, settings["hidden_size"])
             if where.get(name) not in usual:
                 raise ValueError(f"{name} is {where[name]!r}, and heads with {_or(usual)} are read")
+    refuse_turns(settings)
+    if any(kind != "full_attention" for kind in settings.get("layer_types") or ()):
+        raise ValueError(f"layer_types is {settings['layer_types']!r}, and heads with full attention are read")
+
+
+def refuse_turns(settings: Mapping[str, Any]) -> None:
+    """Refuse rotary positions that change with the length of a text, or that turn a part of a head.
+
+    Raises:
+        ValueError: naming the field.
+    """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     if rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
         raise ValueError(f"{name} is {rope!r}, which turns keys by the length of the text: a cache holds turned keys")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{name} is {rope!r}, and heads whose positions turn all of a head are read")
-    if any(kind != "full_attention" for kind in settings.get("layer_types") or ()):
-        raise ValueError(f"layer_types is {settings['layer_types']!r}, and heads with full attention are read")
 
 
 def _or(usual: tuple[Any, ...]) -> str:
@@ -251,7 +260,12 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, 
     module.load_state_dict({name: weights[name] for name in own}, assign=assign)
 
 
-def refuse_strange(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+def refuse_strange(
+    module: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    path: Path,
+    fix: str = "use an EAGLE or EAGLE-3 head of a Llama's layers, or the config.json that belongs to these weights",
+) -> None:
     """Refuse weights of a head's layers that it has no place for. Copies of the model's own may be there.
 
     Raises:
@@ -264,7 +278,7 @@ def refuse_strange(module: nn.Module, weights: Mapping[str, torch.Tensor], path:
             f"the head in {str(path)!r} has {strange[0]} {list(weights[strange[0]].shape)}"
             + (f" and {len(strange) - 1} more weights" if len(strange) > 1 else "")
             + ", for which a head with its config.json has no place",
-            fix="use an EAGLE or EAGLE-3 head of a Llama's layers, or the config.json that belongs to these weights",
+            fix=fix,
         )
 
 

@@ -41,7 +41,12 @@ tree_descriptor = Descriptor(
     name="medusa_tree",
     summary="the same heads, several guesses of each as a tree",
     capabilities=DrafterCapabilities(
-        devices=Set(None), max_tokens=Max(256), tree=Flag(True), needs_hidden_states=True, needs_checkpoint=True
+        devices=Set(None),
+        max_tokens=Max(256),
+        tree=Flag(True),
+        needs_hidden_states=True,
+        needs_checkpoint=True,
+        checkpoint_form="medusa",
     ),
     factory="slotline.proposers.medusa.drafter:MedusaTreeDrafter",
     options=MedusaTreeOptions,

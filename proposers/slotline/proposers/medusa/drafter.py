@@ -8,7 +8,6 @@ import torch
 
 from slotline.proposers.medusa import MedusaTreeOptions
 from slotline.proposers.medusa.choices import likeliest, ordered, parents_of
-from slotline.proposers.medusa.example import write_example
 from slotline.proposers.medusa.heads import MedusaHeads, read_heads
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 from slotline.registry.errors import ConfigError
@@ -45,8 +44,6 @@ class MedusaTreeDrafter:
         ConfigError: as above, and if the choices are no tree of that size.
         ModelError: as above.
     """
-
-    write_example = staticmethod(write_example)
 
     def __init__(self, context: DrafterContext) -> None:
         options: MedusaTreeOptions = context.options or MedusaTreeOptions()

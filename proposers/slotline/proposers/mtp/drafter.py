@@ -13,7 +13,7 @@ from attrs import evolve
 
 from slotline.proposers.eagle.drafter import EagleDrafter
 from slotline.proposers.mtp.layer import MtpLayer, model_layer
-from slotline.proposers.mtp.layouts import find
+from slotline.proposers.mtp.layouts import find, refuse_unread
 from slotline.registry.contracts import AttentionLayer, DrafterContext, DrafterInspection, ModelFacts
 
 
@@ -25,9 +25,11 @@ class MtpDrafter(EagleDrafter):
         """Return one layer like the model's own, in the form of its cache.
 
         Raises:
-            ModelError: if the checkpoint has no multi-token-prediction layer.
+            ModelError: if the checkpoint has no multi-token-prediction layer, or several, or one of another kind.
         """
-        find(_folder(inspection.path, inspection.facts))
+        path = _folder(inspection.path, inspection.facts)
+        find(path)
+        refuse_unread(path, inspection.num_tokens)
         like = model_layer(inspection.facts)
         return (evolve(like, name="layers.0", index=0, shares_kv_with=None),)
 

@@ -56,8 +56,10 @@ class MtpLayer(nn.Module):
         size = facts.hidden_size
         self.projection = nn.Linear(2 * size, size, bias=False, device="meta")
         self._hidden_first = found.layout.hidden_first
-        weights = _named(found.read(), found.layout, self.layer.state_dict())
+        stored = found.read()
+        weights, used = _named(stored, found.layout, self.layer.state_dict())
         fill(self, weights, found.path, assign=True)
+        _refuse_strange(found, stored, used)
         kept = tuple(model._keep_in_fp32_modules_strict or ()) + tuple(model._keep_in_fp32_modules or ())
         _cast(self, dtype, kept)
         self.eval().requires_grad_(False)
@@ -119,8 +121,8 @@ def _without_memory(facts: ModelFacts) -> Any:
 
 def _named(
     weights: Mapping[str, torch.Tensor], layout: Layout, layer: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the checkpoint's tensors under the names of `MtpLayer`, with separate experts stacked."""
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Return the checkpoint's tensors under the names of `MtpLayer`, separate experts stacked, and the names used."""
     around = {
         "enorm": layout.embedding_norm,
         "hnorm": layout.hidden_norm,
@@ -130,25 +132,43 @@ def _named(
     named = {
         f"{own}.weight": weights[f"{theirs}.weight"] for own, theirs in around.items() if f"{theirs}.weight" in weights
     }
+    used = {f"{theirs}.weight" for theirs in around.values()}
     for own in layer:
-        found = weights.get(f"{layout.layer}{own}")
-        found = _experts(weights, f"{layout.layer}{own}") if found is None else found
-        if found is not None:
-            named[f"layer.{own}"] = found
-    return named
+        name = f"{layout.layer}{own}"
+        if name in weights:
+            used.add(name)
+            named[f"layer.{own}"] = weights[name]
+        elif experts := _experts(weights, name):
+            used.update(part for parts in experts for part in parts)
+            named[f"layer.{own}"] = torch.stack([torch.cat([weights[part] for part in parts]) for parts in experts])
+    return named, used
 
 
-def _experts(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """Return a stack of experts, [experts, out, in], from one weight each (`gate_up_proj` from two), or None.
+def _refuse_strange(found: Found, weights: Mapping[str, torch.Tensor], used: set[str]) -> None:
+    """Raise ModelError for a tensor that has no place in the layer."""
+    if strange := sorted(name for name in weights if name not in used and not name.endswith(_COMPUTED)):
+        raise ModelError(
+            f"{str(found.path)!r} has {strange[0]} {list(weights[strange[0]].shape)}, for which the model's own layer "
+            "has no place: its multi-token-prediction layer is another one",
+            fix="name another drafter",
+        )
+
+
+_COMPUTED = "rotary_emb.inv_freq"
+"""Stored by older versions of transformers, and computed by all."""
+
+
+def _experts(weights: Mapping[str, torch.Tensor], name: str) -> list[list[str]]:
+    """Return the names of the tensors of each expert that a stack [experts, out, in] is made of, [] for no experts.
 
     `...experts.gate_up_proj` is made of `...experts.0.gate_proj.weight`, `...experts.0.up_proj.weight` and so on.
     """
     prefix, _, last = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
-    stacked = list[torch.Tensor]()
-    while all(f"{prefix}.{len(stacked)}.{part}.weight" in weights for part in parts):
-        stacked.append(torch.cat([weights[f"{prefix}.{len(stacked)}.{part}.weight"] for part in parts]))
-    return torch.stack(stacked) if stacked else None
+    found = list[list[str]]()
+    while weights.keys() >= {*(names := [f"{prefix}.{len(found)}.{part}.weight" for part in parts])}:
+        found.append(names)
+    return found
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> None:

@@ -116,6 +116,35 @@ def layouts(num_hidden_layers: int) -> tuple[Layout, ...]:
     )
 
 
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names under which a model's config.json says how many such layers it has."""
+
+
+def refuse_unread(path: Path, num_tokens: int) -> None:
+    """Refuse a config.json that asks for layers that are not read, or for an embedding of their own.
+
+    With several layers each drafts in its turn, so the first alone serves one draft token.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    settings = read_json(path / "config.json")
+    for name in _COUNTS:
+        count = settings.get(name)
+        if not isinstance(count, int) or count == 1 or (count > 1 and num_tokens == 1):
+            continue
+        raise ModelError(
+            f"{str(path)!r} has {name} = {count}, and one multi-token-prediction layer is read, which would draft all "
+            f"{num_tokens} tokens",
+            fix="set drafter.tokens to 1, or name another drafter" if count else "name another drafter",
+        )
+    if settings.get("mtp_use_dedicated_embeddings"):
+        raise ModelError(
+            f"{str(path)!r} has mtp_use_dedicated_embeddings = True, and a layer that shares the model's is read",
+            fix="name another drafter",
+        )
+
+
 def find(path: Path) -> Found:
     """Find the multi-token-prediction layer in a checkpoint's folder by its tensors' names, without reading tensors.
 

@@ -1,8 +1,9 @@
 """Every field of the configurations of published draft heads: those that change nothing, and those that must count.
 
-The fields are those of transformers' ``LlamaConfig``, which EAGLE's and EAGLE-3's config.json extends, what their
-authors and vLLM read beside it, and Medusa's. A field that is set and ignored gives another draft than the head was
-trained to give, so that drafts fall without a word. The reference is `slotline.testing.oracles.draft_heads`.
+The fields are those of transformers' ``LlamaConfig``, which EAGLE's and EAGLE-3's config.json extends, and
+``Qwen3Config``, which DFlash's does, what their authors and vLLM read beside it, and Medusa's. A field that is set and
+ignored gives another draft than the head was trained to give, so that drafts fall without a word. The reference is
+`slotline.testing.oracles.draft_heads`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from slotline.registry.errors import SlotlineError
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.drafter import (
     Request,
+    RowDraft,
     World,
     draft_lengths,
     empty_folder,
@@ -101,8 +103,24 @@ _LLAMA_REFUSED: Values = {
     "quantization_config": ({"quant_method": "fp8"},),
 }
 
+_BLOCKS = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 2]}
+"""The table `dflash_config` of the usual head."""
+
 HARMLESS: Mapping[str, Values] = MappingProxyType(
     {
+        "dflash": {
+            **_LLAMA_HARMLESS,
+            "architectures": (["Qwen3ForCausalLM"],),
+            "model_type": ("llama",),
+            "block_size": (16, 64),
+            "num_target_layers": (4, None),
+            "draft_vocab_size": (VOCABULARY, None),
+            "target_hidden_size": (HIDDEN, None),
+            "use_sliding_window": (False,),
+            "max_window_layers": (0, 28),  # read where use_sliding_window is set
+            "layer_types": (["full_attention", "full_attention"], None),
+            "dflash_config": ({**_BLOCKS, "block_size": 16}, {**_BLOCKS, "use_target_cache": False}),
+        },
         "eagle": _LLAMA_HARMLESS,
         "eagle3": {
             **_LLAMA_HARMLESS,
@@ -135,6 +153,13 @@ HARMLESS: Mapping[str, Values] = MappingProxyType(
 
 COUNTS: Mapping[str, Values] = MappingProxyType(
     {
+        "dflash": {
+            **_LLAMA_COUNTS,
+            "num_hidden_layers": (1, 3),
+            "use_sliding_window": (True,),
+            "layer_types": (["sliding_attention", "full_attention"], ["sliding_attention"] * 2),
+            "dflash_config": ({**_BLOCKS, "mask_token_id": 3}, {**_BLOCKS, "target_layer_ids": [1, 0, 2]}),
+        },
         "eagle": {**_LLAMA_COUNTS, "num_hidden_layers": (2, 3), "bias": (False,)},
         "eagle3": {
             **_LLAMA_COUNTS,
@@ -154,6 +179,21 @@ COUNTS: Mapping[str, Values] = MappingProxyType(
 
 REFUSED: Mapping[str, Values] = MappingProxyType(
     {
+        "dflash": {
+            **_LLAMA_REFUSED,
+            "layer_types": (["sliding_attention"], ["chunked_attention"] * 2),
+            "num_hidden_layers": (40,),
+            "target_hidden_size": (2 * HIDDEN,),
+            "num_target_layers": (5,),
+            "draft_vocab_size": (VOCABULARY - 12,),
+            "block_size": (2, None),
+            "dflash_config": (
+                {**_BLOCKS, "mask_token_id": VOCABULARY},
+                {**_BLOCKS, "mask_token_id": None},
+                {**_BLOCKS, "target_layer_ids": [0, 3]},  # the output of the last layer is no layer's input
+                {**_BLOCKS, "causal": True},
+            ),
+        },
         "eagle": {**_LLAMA_REFUSED, "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,)},
         "eagle3": {
             **_LLAMA_REFUSED,
@@ -183,6 +223,7 @@ STRANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "eagle": ("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.sinks", "layers.1.mlp.up_proj.weight"),
         "eagle3": ("midlayer.self_attn.k_norm.weight", "midlayer.mlp.gate_proj.bias", "fc_norm.weight"),
+        "dflash": ("layers.0.self_attn.sinks", "layers.2.mlp.up_proj.weight", "layers.1.mlp.gate_proj.bias"),
         "medusa": ("0.1.linear.weight", "blocks.0.layers.0.norm.weight"),
     }
 )
@@ -301,14 +342,27 @@ class _Folder:
                 expected, distance = usual[row]
             else:
                 expected, distance = drafts(self.path, self.form, self.target, request.tokens, self.count)
-            differs = differs or expected != usual[row][0]
-            if distance > CLOSE and list(found[row].token_ids) != expected:
+            drafted = _first_children(found[row])
+            expected, before = expected[: len(drafted)], usual[row][0][: len(drafted)]
+            differs = differs or expected != before
+            if distance > CLOSE and (drafted != expected or not drafted):
                 raise Failed(
-                    f"{what}: after the history {list(request.tokens)} the draft is {list(found[row].token_ids)}, the "
-                    f"reference gives {expected}"
+                    f"{what}: after the history {list(request.tokens)} the draft is {drafted}, the reference gives "
+                    f"{expected}"
                 )
         if not differs:
             raise RuntimeError(f"{what} does not change the reference's drafts: the check cannot see it")
+
+
+def _first_children(draft: RowDraft) -> list[int]:
+    """Return the draft as it is verified as a chain: the path of each node's first child."""
+    if draft.parents is None:
+        return list(draft.token_ids)
+    path, node = list[int](), -1
+    while node in draft.parents:
+        node = draft.parents.index(node)
+        path.append(draft.token_ids[node])
+    return path
 
 
 @cache

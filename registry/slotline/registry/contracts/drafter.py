@@ -57,8 +57,8 @@ class DrafterCapabilities:
             `CheckpointDrafterFactory`. Without one, and without `checkpoint_form`, the conformance suite can check
             little.
         checkpoint_form: published form of the folder that it reads, if the conformance suite knows it field by field:
-            ``eagle``, ``eagle3`` or ``medusa``. The suite then writes such folders itself, and shows the drafter steps.
-            Requires `needs_checkpoint`.
+            ``eagle``, ``eagle3``, ``dflash`` or ``medusa``. The suite then writes such folders itself, and shows the
+            drafter steps. Requires `needs_checkpoint`.
         on_device: proposes without the tokens on the host. Of a `DraftBatch` it reads only `rows` and device tensors,
             and its proposal never waits for the device. Steps can then overlap.
         catches_up: `propose` itself stores the token that the drafter's cache lacks for a request that it proposed for
@@ -88,7 +88,7 @@ class DrafterCapabilities:
     state: Literal["none", "rows"] = "none"
     needs_grammar: bool = False
     needs_checkpoint: bool = False
-    checkpoint_form: Literal["", "eagle", "eagle3", "medusa"] = ""
+    checkpoint_form: Literal["", "eagle", "eagle3", "dflash", "medusa"] = ""
     on_device: bool = False
     catches_up: bool = False
     graphs: Flag = Flag(False)

@@ -224,6 +224,7 @@ class World:
             found["layer_hidden_states"] = layers
         if declared.needs_kv_group:
             found["attend"] = steps.attend(rows, newest)
+            found["attend_tree"] = None if self.form == "chain" else steps.attend_tree(rows, newest)
         if declared.block_attention != "none":
             found["attend_block"] = steps.attend_block(rows, newest)
         return found

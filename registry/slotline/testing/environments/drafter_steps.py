@@ -231,6 +231,29 @@ class Steps:
 
         return attend_block
 
+    def attend_tree(self, rows: Sequence[int], newest: Sequence[int]) -> Callable[[torch.Tensor, int], DenseTree]:
+        """Return what `DraftBatch.attend_tree` is. Node i of a row's tree has the slot i behind its known tokens."""
+
+        def attend_tree(parents: torch.Tensor, first: int) -> DenseTree:
+            trees = parents.expand(len(rows), parents.shape[-1]).tolist()
+            if (nodes := parents.shape[-1]) > self.sizes[3]:
+                raise ContractError(
+                    f"attend_tree was called for {nodes} nodes, and there are {self.sizes[3]} draft tokens",
+                    fix="keep keys of as many nodes as draft tokens",
+                )
+            places = torch.tensor(newest, dtype=torch.int64)[:, None] + torch.arange(first, nodes)
+            whose = [row for row in rows for _ in range(first, nodes)]
+            paths = [_path(tree, node) for tree in trees for node in range(first, nodes)]
+            known = [place for place in newest for _ in range(first, nodes)]
+            return DenseTree(self, whose, places.flatten(), paths=paths, known=known)
+
+        return attend_tree
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    """Return the nodes on the path to a node, itself last."""
+    return [] if node < 0 else [*_path(parents, parents[node]), node]
+
 
 @define(eq=False)
 class Dense:
@@ -260,12 +283,16 @@ class Dense:
         out = query.new_zeros(len(query), layer.num_heads, layer.head_size_v)
         groups = layer.num_heads // layer.num_kv_heads
         for i, (row, place) in enumerate(zip(self.whose, self.positions.tolist(), strict=True)):
-            end = place + 1 if self.ahead is None else int(self.positions[i // self.ahead * self.ahead]) + self.ahead
-            first = 0 if layer.window is None else max(place + 1 - layer.window, 0)
-            keys, values = (x[first:end].repeat_interleave(groups, 1) for x in self._cache(layer, row))
+            seen = self.seen(layer, i, place)
+            keys, values = (x[seen].repeat_interleave(groups, 1) for x in self._cache(layer, row))
             weights = (torch.einsum("hd,khd->hk", query[i].float(), keys) * layer.scale).softmax(-1)
             out[i] = torch.einsum("hk,khd->hd", weights, values).to(out.dtype)
         return out
+
+    def seen(self, layer: AttentionLayer, token: int, place: int) -> slice | list[int]:
+        """Return the slots of the keys that a token at a place sees."""
+        end = place + 1 if self.ahead is None else int(self.positions[token // self.ahead * self.ahead]) + self.ahead
+        return slice(0 if layer.window is None else max(place + 1 - layer.window, 0), end)
 
     def store(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values of the tokens."""
@@ -275,3 +302,22 @@ class Dense:
 
     def _cache(self, layer: AttentionLayer, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._steps.caches[row][[one.index for one in self._steps.layers].index(layer.index)]
+
+
+@define(eq=False)
+class DenseTree(Dense):
+    """Attention of nodes of a tree, over a row's known tokens and the nodes on their paths.
+
+    Attributes:
+        paths: the nodes on the path of each token, itself last.
+        known: the number of known tokens of each one's row.
+    """
+
+    paths: list[list[int]] = field(factory=list)
+    known: list[int] = field(factory=list)
+
+    def seen(self, layer: AttentionLayer, token: int, place: int) -> slice | list[int]:
+        """Return the slots of the keys that a node sees. A window counts places in a text."""
+        known, path = self.known[token], self.paths[token]
+        slots = [*range(known), *(known + node for node in path)]
+        return slots if layer.window is None else slots[-layer.window :]

@@ -656,4 +656,5 @@ CORRECT: tuple[Correct, ...] = (
     Correct("a block of masks over a layer of its own", reference.masked_block),
     Correct("a recurrent state of each row", reference.token_state),
     Correct("Medusa's published heads, one after the other", drafter_heads.medusa),
+    Correct("DFlash's published head over whole histories", drafter_heads.dflash),
 )

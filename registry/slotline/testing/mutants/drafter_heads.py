@@ -8,22 +8,29 @@ from typing import Any
 import attrs
 import torch
 
+from slotline.registry.contracts import DrafterContext
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ModelError
 from slotline.testing.check import Level
 from slotline.testing.mutants import Mutant
 from slotline.testing.reference import drafter_heads as reference
-from slotline.testing.reference.drafter_heads import PublishedHead, RecomputedEagle3, RecomputedMedusa
+from slotline.testing.reference.drafter_heads import (
+    PublishedHead,
+    RecomputedDFlash,
+    RecomputedEagle3,
+    RecomputedMedusa,
+)
 
 
 def _ignoring(base: type[PublishedHead], *fields: str) -> type[PublishedHead]:
-    """Return a reader that does not look at some fields, not inside `eagle_config` either."""
+    """Return a reader that does not look at some fields, not inside `eagle_config` or `dflash_config` either."""
 
     class Ignoring(base):  # type: ignore[misc, valid-type]  # a class that is known at run time only
         def served(self, settings: dict[str, Any]) -> dict[str, Any]:
             kept = {name: value for name, value in settings.items() if name not in fields}
-            if isinstance(more := kept.get("eagle_config"), dict):
-                kept["eagle_config"] = {name: value for name, value in more.items() if name not in fields}
+            for table in ("eagle_config", "dflash_config"):
+                if isinstance(more := kept.get(table), dict):
+                    kept[table] = {name: value for name, value in more.items() if name not in fields}
             return kept
 
     return Ignoring
@@ -65,6 +72,22 @@ class NoDraftVocabulary(RecomputedEagle3):
         return super().chain(seen, newest, position)
 
 
+class FixedMask(RecomputedDFlash):
+    """Takes the last token for the mask in any case."""
+
+    def served(self, settings: dict[str, Any]) -> dict[str, Any]:
+        mask = {"mask_token_id": self.context.vocab_size - 1}
+        return {**settings, "dflash_config": {**settings["dflash_config"], **mask}}
+
+
+class OutputsForInputs(RecomputedDFlash):
+    """Reads the inputs of the layers whose outputs are named."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.layer_ids = tuple(self.settings["dflash_config"]["target_layer_ids"])
+
+
 class AlwaysOwn(RecomputedMedusa):
     def refuse(self, settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         super().refuse(settings, weights)
@@ -80,6 +103,12 @@ def _mutant(name: str, summary: str, level: Level, factory: Any, base: Descripto
 def _eagle(name: str, level: Level, *fields: str) -> Mutant:
     what = " and ".join(fields)
     return _mutant(name, f"an EAGLE-3 head that ignores {what}", level, _ignoring(RecomputedEagle3, *fields))
+
+
+def _dflash(name: str, level: Level, *fields: str) -> Mutant:
+    what = " and ".join(fields)
+    factory = _ignoring(RecomputedDFlash, *fields)
+    return _mutant(name, f"a DFlash head that ignores {what}", level, factory, reference.dflash)
 
 
 def _medusa(name: str, level: Level, *fields: str) -> Mutant:
@@ -116,6 +145,21 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("tied", "refuses tied embeddings, which a head does not use", _L2, _Tied),
     _mutant("short-positions", "refuses more positions than it knows", _L2, _Short),
     _mutant("own-projections", "refuses shared projections and names no field", _L1, AlwaysOwn, reference.medusa),
+    _dflash("blocks-see-all", _L1, "use_sliding_window"),
+    _dflash("blocks-of-full-layers", _L1, "layer_types"),
+    _dflash("blocks-without-eps", _L1, "rms_norm_eps"),
+    _dflash("any-blocks", _L2, "causal"),
+    _dflash("blocks-of-any-model", _L2, "num_target_layers"),
+    _dflash("blocks-of-any-vocabulary", _L2, "draft_vocab_size"),
+    _dflash("blocks-of-any-width", _L2, "target_hidden_size"),
+    _mutant("fixed-mask", "takes the last token for a DFlash head's mask", _L1, FixedMask, reference.dflash),
+    _mutant(
+        "outputs-for-inputs",
+        "reads what goes into a layer in place of what comes out",
+        _L1,
+        OutputsForInputs,
+        reference.dflash,
+    ),
     _medusa("any-truncation", _L2, "truncated_vocab_size"),
     _medusa("any-hidden-size", _L2, "hidden_size"),
     _medusa("quantized-heads", _L2, "quantization_config"),

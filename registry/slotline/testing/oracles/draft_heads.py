@@ -1,9 +1,10 @@
-"""Published draft heads in float64: the networks of EAGLE, EAGLE-3 and Medusa by their definition, and example folders.
+"""Published draft heads in float64: networks of EAGLE, EAGLE-3, DFlash and Medusa by their definition, and examples.
 
 Sources: EAGLE (Li et al. 2024, arXiv 2401.15077), EAGLE-3 (Li et al. 2025, arXiv 2503.01840) with their repository's
-``cnets.py`` and ``cnets1.py``, Medusa (Cai et al. 2024, arXiv 2401.10774), and vLLM's readers of their folders for the
-fields that the authors do not write. A whole history is computed for each token: there is no cache. Turning angles of
-positions are transformers', which defines the forms of `rope_parameters`.
+``cnets.py`` and ``cnets1.py``, DFlash (Chen, Liang and Liu 2026, arXiv 2602.06036), Medusa (Cai et al. 2024, arXiv
+2401.10774), and vLLM's readers of their folders for the fields that the authors do not write. A whole history is
+computed for each token: there is no cache. Turning angles of positions are transformers', which defines the forms of
+`rope_parameters`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch.nn import functional
 
 Tensors = Mapping[str, torch.Tensor]
 Settings = Mapping[str, Any]
-FORMS = ("eagle", "eagle3", "medusa")
+FORMS = ("eagle", "eagle3", "dflash", "medusa")
 """Published forms of a draft head's folder that the suite knows."""
+NUM_LAYERS = 4
+"""Layers of the model that examples are for."""
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -53,13 +56,25 @@ def usual_settings(form: str, num_tokens: int, vocab_size: int, hidden_size: int
     """Return a config.json of a small head."""
     if form == "medusa":
         return {"medusa_num_heads": num_tokens, "medusa_num_layers": 1}
-    return {
+    own: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM" if form == "eagle" else "LlamaForCausalLMEagle3"],
         "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    if form == "dflash":
+        own = {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": 2,
+            "block_size": 1 + num_tokens,
+            "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": [0, NUM_LAYERS - 2]},
+            "sliding_window": 3,  # read where there are layers that have one
+            "max_window_layers": 1,
+        }
+    return own | {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 8,
@@ -102,14 +117,18 @@ def _shapes(form: str, settings: Settings, target: TargetModel) -> dict[str, tup
     head = settings.get("head_dim") or size // settings["num_attention_heads"]
     queries = settings["num_attention_heads"] * head
     keys = (settings.get("num_key_value_heads") or settings["num_attention_heads"]) * head
-    inner, eagle3 = settings["intermediate_size"], form == "eagle3"
-    found = {"fc.weight": (size, (len(layer_ids(settings, target)) if eagle3 else 2) * size)}
-    if not eagle3 and settings.get("bias", True):
+    inner, eagle3, dflash = settings["intermediate_size"], form == "eagle3", form == "dflash"
+    found = {"fc.weight": (size, (2 if form == "eagle" else len(layer_ids(settings, target))) * size)}
+    if form == "eagle" and settings.get("bias", True):
         found["fc.bias"] = (size,)
+    if dflash:
+        found |= {"hidden_norm.weight": (size,), "norm.weight": (size,)}
     for layer in range(1 if eagle3 else settings["num_hidden_layers"]):
         name = "midlayer" if eagle3 else f"layers.{layer}"
-        if eagle3 or layer:
+        if eagle3 or dflash or layer:
             found[f"{name}.input_layernorm.weight"] = (size,)
+        if dflash:
+            found |= {f"{name}.self_attn.{part}.weight": (head,) for part in ("q_norm", "k_norm")}
         if eagle3:
             found[f"{name}.hidden_norm.weight"] = (size,)
         found[f"{name}.post_attention_layernorm.weight"] = (size,)
@@ -132,7 +151,9 @@ def _shapes(form: str, settings: Settings, target: TargetModel) -> dict[str, tup
 
 
 def layer_ids(settings: Settings, target: TargetModel) -> tuple[int, ...]:
-    """Return the target's layers whose inputs an EAGLE-3 head reads."""
+    """Return the target's layers whose inputs an EAGLE-3 or DFlash head reads, which names those before them."""
+    if own := settings.get("dflash_config"):
+        return tuple(1 + layer for layer in own["target_layer_ids"])
     more = settings.get("eagle_config") or {}
     ids = more.get("eagle_aux_hidden_state_layer_ids") or settings.get("eagle_aux_hidden_state_layer_ids")
     return tuple(ids or (2, target.num_layers // 2, target.num_layers - 3))
@@ -152,8 +173,10 @@ def drafts(folder: Path, form: str, target: TargetModel, tokens: Sequence[int], 
     history = tuple(tokens)
     if form == "medusa":
         return medusa_chain(settings, weights, target.table, target.state(history, -1), count)
-    ids = layer_ids(settings, target) if form == "eagle3" else (-1,)
+    ids = (-1,) if form == "eagle" else layer_ids(settings, target)
     hidden = [torch.cat([target.state(history[:end], layer) for layer in ids]) for end in range(1, len(history))]
+    if form == "dflash":
+        return dflash_block(settings, weights, target.table, hidden, history[-1], count)
     return eagle_chain(form, settings, weights, target.table, hidden, history[1:], count)
 
 
@@ -193,6 +216,77 @@ def medusa_chain(
         found.append(token)
         least = min(least, distance)
     return found, least
+
+
+def dflash_block(
+    settings: Settings,
+    weights: Tensors,
+    table: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    newest: int,
+    count: int,
+) -> tuple[list[int], float]:
+    """Return what `drafts` does for DFlash: the likeliest token at each mask of a block behind the newest token.
+
+    Args:
+        settings, weights: the head.
+        table: the model's embedding and output projection, [vocab_size, hidden_size].
+        states: hidden states of all tokens but the newest, those of several layers side by side.
+        newest: the newest token.
+        count: number of draft tokens.
+    """
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], settings.get("rms_norm_eps", 1e-6))
+
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    known = norm("hidden_norm", linear("fc", torch.stack(tuple(states)).double()))
+    x = table.double()[[newest, *[settings["dflash_config"]["mask_token_id"]] * count]]
+    heads, length = settings["num_attention_heads"], len(known) + len(x)
+    cosines, sines = _turns(settings, length)
+    own, key_at = torch.arange(len(known), length)[:, None], torch.arange(length)[None]
+    for layer, window in enumerate(_windows(settings)):
+        name = f"layers.{layer}"
+        y = norm(f"{name}.input_layernorm", x)
+        both = torch.cat([known, y])
+        query, key, value = (
+            linear(f"{name}.self_attn.{part}_proj", z) for part, z in (("q", y), ("k", both), ("v", both))
+        )
+        size = query.shape[-1] // heads
+        query, key, value = (z.view(len(z), -1, size) for z in (query, key, value))
+        query = _turned(norm(f"{name}.self_attn.q_norm", query), cosines[len(known) :], sines[len(known) :])
+        key = _turned(norm(f"{name}.self_attn.k_norm", key), cosines, sines)
+        key, value = (z.repeat_interleave(heads // z.shape[1], 1) for z in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
+        if window is not None:  # the block sees itself whole
+            scores = scores.masked_fill(key_at <= own - window, -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+        x = x + linear(f"{name}.self_attn.o_proj", out)
+        y = norm(f"{name}.post_attention_layernorm", x)
+        act = ACTIVATIONS[settings.get("hidden_act", "silu")]
+        x = x + linear(
+            f"{name}.mlp.down_proj", act(linear(f"{name}.mlp.gate_proj", y)) * linear(f"{name}.mlp.up_proj", y)
+        )
+    found = [_chosen(logits) for logits in norm("norm", x)[1:] @ table.double().T]
+    return [token for token, _ in found], min(distance for _, distance in found)
+
+
+def _windows(settings: Settings) -> list[int | None]:
+    """Return the window of each layer of a DFlash head, as in transformers' ``Qwen3Config``."""
+    layers, window = settings["num_hidden_layers"], settings.get("sliding_window")
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        first = settings.get("max_window_layers", 28) if settings.get("use_sliding_window") else layers
+        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(0, layers - first)
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Turn heads [n, heads, size] by cosines and sines [n, size]."""
+    first, second = x.chunk(2, -1)
+    return x * cosines[:, None] + torch.cat([-second, first], -1) * sines[:, None]
 
 
 def eagle_chain(

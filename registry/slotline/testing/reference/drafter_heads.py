@@ -1,4 +1,4 @@
-"""Drafter that reads a published EAGLE-3 head or Medusa heads, written for clarity: all is computed again each time."""
+"""Drafter of a published EAGLE-3 or DFlash head or Medusa heads, for clarity: all is computed again each time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slotline.registry.capability import Max, Set
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, DrafterCapabilities, DrafterContext
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import ModelError
-from slotline.testing.oracles.draft_heads import eagle_chain, medusa_chain, read_head
+from slotline.testing.oracles.draft_heads import NUM_LAYERS, dflash_block, eagle_chain, medusa_chain, read_head
 
 _FIX = "use the config.json that belongs to these weights"
 _USUAL: Mapping[str, tuple[Any, ...]] = {
@@ -138,6 +138,48 @@ class RecomputedEagle3(PublishedHead):
         return eagle_chain(self.form, self.settings, self.weights, self.table, states, following, count)[0]
 
 
+class RecomputedDFlash(RecomputedEagle3):
+    """DFlash, from hidden states that it keeps for each row."""
+
+    form = "dflash"
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.layer_ids = tuple(1 + layer for layer in self.settings["dflash_config"]["target_layer_ids"])
+
+    def refuse(self, settings: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what contradicts the model or the weights, or is not computed here."""
+        super().refuse({**settings, "layer_types": None, "num_hidden_layers": None}, weights)
+        layers, own, vocab = settings["num_hidden_layers"], settings["dflash_config"], self.context.vocab_size
+        kinds, ids = settings.get("layer_types") or ["full_attention"] * layers, own["target_layer_ids"]
+        size = own.get("block_size") or settings.get("block_size") or 0
+        wrong = {
+            "draft_vocab_size": settings.get("draft_vocab_size") not in (None, vocab),
+            "num_target_layers": settings.get("num_target_layers") not in (None, NUM_LAYERS),
+            "num_hidden_layers": f"layers.{layers - 1}.mlp.up_proj.weight" not in weights,
+            "layer_types": len(kinds) != layers or bool({*kinds} - {"full_attention", "sliding_attention"}),
+            "block_size": size <= self.context.num_tokens,
+            "mask_token_id": own.get("mask_token_id") not in range(vocab),
+            "target_layer_ids": not 0 <= min(ids) <= max(ids) < NUM_LAYERS - 1,
+        }
+        wrong |= {name: bool(value) for name, value in own.items() if name not in wrong}
+        if names := [name for name, found in wrong.items() if found]:
+            raise ModelError(f"{names[0]} is another one than the model or the weights have", fix=_FIX)
+
+    def strange(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return parts of the names of weights that have no place."""
+        more = () if settings.get("mlp_bias") else ("mlp.gate_proj.bias",)
+        return ("sinks", f"layers.{settings.get('num_hidden_layers') or self.settings['num_hidden_layers']}.", *more)
+
+    def chain(self, seen: Mapping[int, tuple[torch.Tensor, int]], newest: int, position: int) -> list[int]:
+        """Return the draft after the newest token, which is at `position`."""
+        count = self.context.num_tokens
+        if any(place not in seen for place in range(position)):
+            return [-1] * count
+        states = [seen[place][0] for place in range(position)]
+        return dflash_block(self.settings, self.weights, self.table, states, newest, count)[0]
+
+
 class RecomputedMedusa(PublishedHead):
     """Medusa, from the last hidden states."""
 
@@ -183,6 +225,13 @@ eagle3 = Descriptor(
         state="rows",
     ),
     factory=RecomputedEagle3,
+)
+dflash = evolve(
+    eagle3,
+    name="reference_dflash",
+    summary="a DFlash head, computed again for each draft",
+    capabilities=evolve(eagle3.capabilities, checkpoint_form="dflash"),
+    factory=RecomputedDFlash,
 )
 medusa = evolve(
     eagle3,

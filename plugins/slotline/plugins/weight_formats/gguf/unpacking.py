@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from slotline.plugins.weight_formats.gguf.blocks import TYPES
+from slotline.plugins.weight_formats.gguf.metadata import refuse_ignored
 from slotline.registry.errors import ModelError
 
 logger = logging.getLogger("slotline")
@@ -43,6 +44,7 @@ def unpack(path: Path, folder: Path) -> None:
 
         reader = _whole(GGUFReader)(str(path))
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+        refuse_ignored(path, reader.fields, lambda key: _value(read_field(reader, key)), config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         architecture = read_field(reader, "general.architecture")[0]
@@ -58,6 +60,11 @@ def unpack(path: Path, folder: Path) -> None:
         said["rope_parameters"] = _llama3(path, said, torch.tensor(np.array(factors.data)).float())
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(said))
+
+
+def _value(parts: list[Any]) -> Any:
+    """Return the value of a key, a list only of an array."""
+    return parts[0] if len(parts) == 1 else parts
 
 
 def _whole(reader: Any) -> Any:
