@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
 from transformers.masking_utils import create_bidirectional_mask
 
 from slotline.plugins.model_families.audio import ARCHITECTURES, MASKED

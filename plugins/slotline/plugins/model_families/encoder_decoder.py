@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from attrs import evolve
 
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
 from slotline.plugins.model_families import (
     binding,
     checkpoint,

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload, weight_sizes
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    inspection,
+    loading,
+    offload,
+    weight_sizes,
+)
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, TAGGERS
 from slotline.plugins.model_families.logits import NoHead

@@ -30,6 +30,7 @@ from slotline.plugins.model_families import (
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.plugins.model_families.layer_calls import LayerCalls
+from slotline.plugins.model_families.lighter_imports import lighter_imports
 from slotline.plugins.model_families.tensor_parallel import sequence
 from slotline.plugins.model_families.tensor_parallel.division import divide
 from slotline.plugins.model_families.tensor_parallel.expert_parallel import numbers_of_experts
@@ -247,7 +248,8 @@ def _seen(look: _Look) -> _Seen:
     joined = Joined() if look.shard is None else divide(model, look.shard)
     state_layers = state_mixers.find(model)
     limits = (temperature.longest_untuned(model), sparse_index.longest_dense(model))
-    layers, host_copies, chained = _watch(model, look.found, look.max_model_len, state_layers)
+    with lighter_imports():
+        layers, host_copies, chained = _watch(model, look.found, look.max_model_len, state_layers)
     if look.shard is not None and look.shard.sequence:
         _refuse_sequence(model, joined, layers, state_layers, chained=chained)
     return _Seen(
@@ -271,8 +273,7 @@ def _model_without_memory(found: Checkpoint) -> Any:
     config._attn_implementation = found.attention(INSPECT_NAME)
     config._experts_implementation = "batched_mm"  # the only expert loop whose shapes do not depend on routing
     own_attention.refuse_ignored_settings(found.path, config)
-    with torch.device("meta"):
-        model = structure.find_body(found.model_class(config).eval())
+    model = structure.find_body(structure.without_memory(found.model_class, config).eval())
     return adopted(model, recording_attention)
 
 

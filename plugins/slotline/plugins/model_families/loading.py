@@ -25,6 +25,7 @@ from slotline.plugins.model_families import (
     weight_sizes,
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.lighter_imports import lighter_imports
 from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.quantized import load as quantized
 from slotline.registry.contracts.model_family import ModelContext
@@ -79,7 +80,7 @@ def load_transformers_model(
         read_ahead(files, progress=context.progress)
     report_of = _Reports()
     try:
-        with no_progress_bars(), report_of.kept():
+        with no_progress_bars(), report_of.kept(), lighter_imports():
             model, report = _from_pretrained(found, state, dtype, found.attention(attention), text_alone=text_alone)
     except MemoryError:
         raise

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 
-from slotline.plugins.model_families import checkpoint, weight_sizes
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
+from slotline.plugins.model_families import (
+    checkpoint,
+    weight_sizes,
+)
 from slotline.plugins.model_families.encoder_decoder import EncoderDecoderModel, look_at
 from slotline.plugins.model_families.seq2seq import ARCHITECTURES
 from slotline.registry.contracts.family_example import FamilyExample

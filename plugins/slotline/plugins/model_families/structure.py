@@ -7,12 +7,27 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import initialization
+
+from slotline.plugins.model_families.lighter_imports import lighter_imports
 
 BODY = "slotline_body"
 """Attribute of a model whose decoder lies in a wrapper, e.g. OPT's."""
 
 _SCALED = re.compile(r"embed\w*\(input_ids\)\s*\*\s*self\.(\w+)")
+
+
+def without_memory(model_class: Any, config: Any) -> Any:
+    """Return a new model on the meta device: shapes and dtypes, no storage.
+
+    No initial values are drawn.
+    """
+    with lighter_imports(), torch.device("meta"), initialization.no_init_weights():
+        model = model_class(config)
+    model.tie_weights()
+    return model
 
 
 def find_body(hf_model: Any) -> Any:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
 from slotline.plugins.model_families import (
     building,
     inspection,

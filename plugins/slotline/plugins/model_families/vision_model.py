@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from attrs import evolve
+
+import slotline.plugins.model_families.lighter_imports  # noqa: F401
+
+# isort: split
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from slotline.plugins.model_families import (

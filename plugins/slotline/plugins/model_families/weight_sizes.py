@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-
-from slotline.plugins.model_families import checkpoint, weight_files
+from slotline.plugins.model_families import checkpoint, structure, weight_files
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.errors import ModelError
 from slotline.registry.tensor_files import StoredTensor
@@ -51,8 +49,7 @@ def refuse_larger(found: Checkpoint, tensors: Iterable[StoredTensor]) -> None:
     """
     tensors = tuple(tensors)
     refuse_more_layers(found, tensors)
-    with torch.device("meta"):
-        model = found.model_class(found.config)
+    model = structure.without_memory(found.model_class, found.config)
     head = model.get_output_embeddings()
     spare = 0 if head is None else sum(parameter.numel() for parameter in head.parameters())
     needed = sum(parameter.numel() for parameter in model.parameters()) - spare
