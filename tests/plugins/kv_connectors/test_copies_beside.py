@@ -109,6 +109,23 @@ def test_a_save_waits_for_loads_that_read_its_rows_and_a_load_for_saves() -> Non
     assert not [line for line in device.log if line.startswith("saves waits for rows")]
 
 
+def test_a_layers_part_is_copied_alone_and_waits_for_loads_that_read_its_rows() -> None:
+    device = Device()
+    copy, rows = device.copy(), torch.zeros((3, 64), dtype=torch.uint8)
+    saved = copy.begin_layer_to_host(0, 1, [3, 7], [rows[0], rows[1]])
+    assert torch.equal(rows[:2, 24:], device.pool[[3, 7], 0, 24:])
+    assert not rows[:, :24].any()
+    assert not saved()
+    device.queues[0].events[-1].over = True
+    assert saved()
+    copy.begin_to_device(0, [1], [rows[0]])
+    device.log.clear()
+    copy.begin_layer_to_host(0, 1, [5], [rows[0]])
+    assert [line for line in device.log if line.startswith("saves waits for rows")] == ["saves waits for rows 0"]
+    copy.begin_layer_to_host(0, 0, [5], [rows[0]])
+    assert torch.equal(rows[0], device.pool[5, 0])
+
+
 def test_copies_that_know_only_the_order_of_the_stream_do() -> None:
     """Something that a plugin puts in the place of the engine's copies has two methods."""
 

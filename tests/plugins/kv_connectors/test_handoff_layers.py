@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 from engine_driver import run_all
 from handoff_engines import (
-    FIRST,
     KEY,
     MIXED,
     PREFILL,
     PROMPTS,
     SHORT,
     SMALL,
+    asked_early,
     connector_of,
     continued,
     decode_settings,
+    prefill_all,
     settled,
     transfers_of,
 )
 
 from slotline.core import LLM
 from slotline.plugins.kv_connectors.handoff import peer as peers
-from slotline.registry.errors import NegotiationError, PluginError
+from slotline.registry.errors import NegotiationError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(38, 89, 96)]
 
 Tiny = Callable[..., Path]
-ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +67,6 @@ def lanes(llm: LLM) -> list[Any]:
 
 def lost_of(llm: LLM) -> int:
     return int(transfers_of(llm).agreement.counts.lost)
-
-
-def early(prefill: LLM, name: str) -> dict[str, Any]:
-    """What a request says whose prompt is computed meanwhile."""
-    host, port = connector_of(prefill)._server.address
-    return {"do_remote_prefill": True, "remote_host": host, "remote_port": port, "transfer_id": name}
-
-
-def asked_early(decode: LLM, prefill: LLM, prompts: list[list[int]]) -> list[Any]:
-    """Requests of the engine that decodes, which has asked for their blocks once this returns."""
-    requests = [
-        decode.engine.add(f"d{n}", prompt, SHORT, kv_transfer_params=early(prefill, f"t{n}"))
-        for n, prompt in enumerate(prompts)
-    ]
-    decode.engine.step()
-    assert transfers_of(decode).coming
-    return requests
-
-
-def prefill_all(prefill: LLM, prompts: list[list[int]]) -> None:
-    for n, prompt in enumerate(prompts):
-        params = {**ASKED, "transfer_id": f"t{n}"}
-        prefill.engine.add(f"p{n}", prompt, FIRST, kv_transfer_params=params)
-        try:
-            run_all(prefill)
-        except PluginError:  # a step has failed, and its requests go on
-            run_all(prefill)
-        prefill.engine.extension("kv_transfer").answer(params)
 
 
 @contextmanager

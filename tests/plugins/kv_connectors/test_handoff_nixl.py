@@ -19,9 +19,11 @@ from handoff_engines import (
     MIXED,
     PREFILL,
     SMALL,
+    asked_early,
     connector_of,
     continued,
     decode_settings,
+    prefill_all,
     prefilled,
     settled,
     transfers_of,
@@ -63,7 +65,14 @@ def test_the_text_is_one_engines_and_only_the_last_block_is_computed(
     assert peer._far is not None
     assert not peer.mapped
     for llm in (prefill, decode):
+        llm.engine.forget_prefixes()
         settled(llm)
+    requests = asked_early(decode, prefill, MIXED[:2])
+    prefill_all(prefill, MIXED[:2])
+    run_all(decode, 200_000)
+    assert [list(request.output_token_ids) for request in requests] == want[:2]
+    assert sum(request.metrics.num_loaded_tokens for request in requests) == 32 + 36
+    assert transfers_of(decode).agreement.counts.lost == 0
     other = LLM(tiny("llama"), **SMALL, **PREFILL)  # which does not name NIXL
     wrong = LLM(tiny("llama"), **SMALL, **decode_settings(connector_of(other)._server.address), **BY_NIXL)
     assert continued(wrong, MIXED[:1], prefilled(other, MIXED[:1])) == want[:1]

@@ -67,12 +67,14 @@ class Lane:
         self._copies.wait(used, copies=False)
         return buffer[: count * size].view(count, size)
 
-    def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Copy the output of the computations so far to the rows of host memory."""
+    def to_rows(
+        self, staged: torch.Tensor, rows: Sequence[torch.Tensor], whole: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Copy the output of the computations so far to the rows of host memory, or to parts of `whole` rows."""
         self._copies.wait_for_compute()
         self.forget_read()
         for read, addresses in self.reading:
-            if any(row.data_ptr() in addresses for row in rows):
+            if any(row.data_ptr() in addresses for row in whole or rows):
                 self._copies.wait(read, copies=True)
         with self._copies.scope():
             for row, block in zip(rows, staged, strict=True):
@@ -301,7 +303,7 @@ class CacheBlockCopy:
             staged = segment.lane.from_device(len(parts[own]), size)
             ids = self._ids(group, blocks[own], segment)
             staged.view(pages.dtype).copy_(pages.index_select(0, ids).flatten(1))
-            segment.lane.to_rows(staged, parts[own])
+            segment.lane.to_rows(staged, parts[own], segment.cut(rows[own]))
         return partial(segment.lane.is_over, segment.lane.saved)
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:

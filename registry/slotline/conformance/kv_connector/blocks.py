@@ -42,6 +42,30 @@ def states_return(run: Run) -> None:
         raise Failed(f"blocks {sorted(failed)} failed, and were held")
 
 
+@check(Kind.KV_CONNECTOR, "kv_connector.layers.return", Level.NUMERICS, cost=0.02)
+def layers_return(run: Run) -> None:
+    """Blocks that a pass has filled layer by layer come back bit for bit, also if an earlier pass has failed.
+
+    Before they are saved they are not held, since their step may fail.
+    """
+    pool = Pool(run)
+    if not run.subject.capabilities.layers.support:
+        raise NotApplicable("layers is not declared")
+    blocks = [pool.wanted(group, f"{group}.{i}", 3 + 2 * i + group) for i in range(COUNT) for group in (0, 1)]
+    pool.forward(blocks[:COUNT], good=False)
+    pool.forward(blocks)
+    if early := [one.block_hash for one in blocks if pool.held(one.group, [one.block_hash.decode()])[0]]:
+        raise Failed(f"{early} are held, and were not saved: their step may fail")
+    pool.forward([pool.wanted(0, "next", 70)])  # while the results of the one before are awaited
+    pool.step(blocks, ())
+    there = [one for one in blocks if pool.held(one.group, [one.block_hash.decode()])[0]]
+    if not there:
+        raise Failed(f"nothing is held of {len(blocks)} blocks that were filled layer by layer, and saved")
+    loads = [one._replace(block=one.block + 40) for one in there]
+    if failed := pool.step((), loads):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
 @check(Kind.KV_CONNECTOR, "kv_connector.held.each", Level.NUMERICS, cost=0.02)
 def held_each(run: Run) -> None:
     """Each hash has its own answer, in its place, and only for the group that it was saved in."""

@@ -25,6 +25,7 @@ from slotline.registry.contracts import (
     KVConnectorCapabilities,
     KVConnectorContext,
     LastingKVConnector,
+    LayerKVConnector,
     StateLayer,
     StateTensorSpec,
 )
@@ -65,7 +66,9 @@ class Begun:
 
 
 class Pool:
-    """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopyBeside`.
+    """Blocks of random bytes in two cache groups, and the connector.
+
+    Implements `BlockCopyBeside` and `LayerBlockCopy`.
 
     A connector that takes states has a third group of a few large blocks, which are numbered from `NUM_BLOCKS` on.
 
@@ -103,6 +106,7 @@ class Pool:
                 block_size=TOKENS,
                 kernel_block_size=TOKENS,
                 block_bytes=sum(map(_page, own)),
+                layer_bytes=tuple(map(_page, own)),
             )
             for number, own in enumerate(owned)
         )
@@ -149,6 +153,28 @@ class Pool:
             self.known[group, block_hash] = self._random(1, self.groups[group].block_bytes)[0]
         self.bytes[group][place(group, block)] = self.known[group, block_hash]
         return CacheBlock(group, block_hash, block)
+
+    def forward(self, blocks: Sequence[CacheBlock], *, good: bool = True) -> None:
+        """Run a forward pass that fills blocks, and tell the connector of each layer.
+
+        Args:
+            good: whether the blocks get the content of their hashes, or the step fails, and they get something else.
+        """
+        connector = cast("LayerKVConnector", self.connector)
+        connector.filling(blocks)
+        self.connector.wait()
+        for one in blocks:
+            if (one.group, one.block_hash) not in self.known:
+                self.known[one.group, one.block_hash] = self._random(1, self.groups[one.group].block_bytes)[0]
+        for index, (group, _) in enumerate(LAYERS):
+            connector.wait_layer(index)
+            first, end = self._part(group, [layer.index for layer in self.groups[group].layers].index(index))
+            for one in blocks:
+                if one.group == group:
+                    right = self.known[group, one.block_hash]
+                    content = right if good else self._random(1, len(right))[0]
+                    self.bytes[group][one.block, first:end] = content[first:end]
+            connector.save_layer(index)
 
     def wanted(self, group: int, name: str, block: int) -> CacheBlock:
         """Return a block of the pool that the hash of `name` should be loaded into."""
@@ -266,6 +292,24 @@ class Pool:
         """See `BlockCopyBeside`. The blocks have their bytes when it is asked for the second time."""
         self._check(group, blocks, rows)
         return self._begin(rows, lambda: self.to_device(group, blocks, rows), writes_rows=False)
+
+    def begin_layer_to_host(
+        self, group: int, layer: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> Callable[[], bool]:
+        """See `LayerBlockCopy`. The rows have their bytes when it is asked for the second time."""
+        self._check(group, blocks, rows)
+        if layer not in range(len(self.groups[group].layers)):
+            raise Failed(f"a copy of the layer {layer} of group {group}, which has {len(self.groups[group].layers)}")
+        first, end = self._part(group, layer)
+        memory = self.bytes[group][:, first:end]
+        copies = [memory[block].to("cpu", copy=True) for block in blocks]
+        parts = [(row[first:end], copy) for row, copy in zip(rows, copies, strict=True)]
+        return self._begin(rows, lambda: [part.copy_(copy) for part, copy in parts], writes_rows=True)
+
+    def _part(self, group: int, layer: int) -> tuple[int, int]:
+        """Return the first byte and the end of the layer at a position in a block."""
+        sizes = self.groups[group].layer_bytes
+        return sum(sizes[:layer]), sum(sizes[: layer + 1])
 
     def _begin(self, rows: Sequence[torch.Tensor], work: Callable[[], Any], *, writes_rows: bool) -> Callable[[], bool]:
         begun = Begun(work, {row.data_ptr() for row in rows}, writes_rows)

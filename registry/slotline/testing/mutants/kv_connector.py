@@ -15,7 +15,15 @@ from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContex
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
-from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, FileBlocks, Key, LastingBlocks, LaterBlocks
+from slotline.testing.reference.kv_connector import (
+    CAPACITY,
+    FewBlocks,
+    FileBlocks,
+    Key,
+    LastingBlocks,
+    LaterBlocks,
+    LayeredBlocks,
+)
 
 
 class ByHashAlone(FewBlocks):
@@ -319,9 +327,34 @@ class ThirdResetIsLate(FewBlocks):
             super().reset()
 
 
+class CopiesTooEarly(LayeredBlocks):
+    def wait_layer(self, layer: int) -> None:
+        super().save_layer(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """Do nothing, because the part is there already."""
+
+
+class CopiesTheFirstLayer(LayeredBlocks):
+    def copy_part(self, group: int, position: int) -> None:
+        super().copy_part(group, 0)
+
+
+class HoldsWhatIsFilled(LayeredBlocks):
+    def save_layer(self, layer: int) -> None:
+        super().save_layer(layer)
+        self.rows |= {self.key(one.group, one.block_hash): row for one, row in self.parts.items()}
+
+
+class KeepsFailedParts(LayeredBlocks):
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        super().filling([one for one in blocks if one not in self.parts])
+
+
 def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     right = reference.later if issubclass(factory, LaterBlocks) else reference.descriptor
     right = reference.lasting if issubclass(factory, LastingBlocks) else right
+    right = reference.layered if issubclass(factory, LayeredBlocks) else right
     right = reference.files if issubclass(factory, FileBlocks) else right
     changed = attrs.evolve(right, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
     return Mutant(name, summary, level, changed)
@@ -348,6 +381,10 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("keeps-the-last-block", "never says that the last block is saved", Level.NUMERICS, KeepsTheLastBlock),
     _mutant("leaves-saves", "finishes with saves under way", Level.HOSTILE, LeavesSaves),
     _mutant("saves-in-the-step", "waits for its saves where the step starts", Level.HOSTILE, SavesInTheStep),
+    _mutant("copies-too-early", "copies a layer's part before the layer has attended", Level.NUMERICS, CopiesTooEarly),
+    _mutant("copies-one-layer", "copies the first layer's part for each layer", Level.NUMERICS, CopiesTheFirstLayer),
+    _mutant("holds-what-is-filled", "holds what a step filled before it is saved", Level.NUMERICS, HoldsWhatIsFilled),
+    _mutant("keeps-failed-parts", "saves what a failed step has made", Level.NUMERICS, KeepsFailedParts),
     _mutant("waits-in-the-step", "waits for its loads where the step starts", Level.HOSTILE, WaitsInTheStep),
     _mutant("knows-its-own-alone", "does not find the files of an earlier process", Level.NUMERICS, KnowsItsOwnAlone),
     _mutant("one-folder-for-all", "finds another model's files", Level.NUMERICS, OneFolderForAll),
@@ -373,5 +410,6 @@ CORRECT: tuple[Correct, ...] = (
     Correct("the first few blocks stay, copied together", reference.one_copy),
     Correct("loads that end later", reference.later),
     Correct("saves and loads that end later", reference.lasting),
+    Correct("parts of blocks, copied as their layers are told", reference.layered),
     Correct("files that outlive the process", reference.files),
 )

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 import torch
@@ -13,7 +14,14 @@ from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
 from slotline.registry.config import size_in_bytes
-from slotline.registry.contracts import BlockHash, CacheBlock, EvictedBlock, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import (
+    BlockHash,
+    CacheBlock,
+    EvictedBlock,
+    KVConnectorCapabilities,
+    KVConnectorContext,
+    LayerBlockCopy,
+)
 from slotline.registry.descriptor import Descriptor, Kind
 
 CAPACITY = 16
@@ -58,10 +66,14 @@ class FewBlocks:
             key = self.key(one.group, one.block_hash)
             if key not in self.rows and not self.make_room(wanted):
                 continue
-            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
-            self.context.copy.to_host(one.group, [one.block], [row])
-            self.rows[key] = row
+            self.rows[key] = self.copied(one)
             self.rows.move_to_end(key)
+
+    def copied(self, block: CacheBlock) -> torch.Tensor:
+        """Return the bytes of a block."""
+        row = torch.empty(self.context.groups[block.group].block_bytes, dtype=torch.uint8)
+        self.context.copy.to_host(block.group, [block.block], [row])
+        return row
 
     def load(self, loads: Iterable[CacheBlock]) -> None:
         """Load blocks. Missing blocks have failed."""
@@ -170,6 +182,44 @@ class LastingBlocks(LaterBlocks):
         self.done |= {one.block for one in saves}
 
 
+class LayeredBlocks(FewBlocks):
+    """Connector that copies the parts of a block as their layers are told."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.parts: dict[CacheBlock, torch.Tensor] = {}  # of blocks that are not saved yet
+        self.now: list[CacheBlock] = []
+
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        """Note the blocks of a pass. What an earlier one has made of them is written over."""
+        self.now = list(blocks)
+        for one in blocks:
+            self.parts[one] = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
+
+    def wait_layer(self, layer: int) -> None:
+        """Do nothing, because loads are complete."""
+
+    def save_layer(self, layer: int) -> None:
+        """Copy a layer's part of the blocks."""
+        for number, group in enumerate(self.context.groups):
+            for position, own in enumerate(group.layers):
+                if own.index == layer:
+                    self.copy_part(number, position)
+
+    def copy_part(self, group: int, position: int) -> None:
+        """Copy the part of the layer at a position in a group."""
+        own = [one for one in self.now if one.group == group]
+        copy = cast("LayerBlockCopy", self.context.copy)
+        is_over = copy.begin_layer_to_host(
+            group, position, [one.block for one in own], [self.parts[one] for one in own]
+        )
+        while not is_over():
+            pass
+
+    def copied(self, block: CacheBlock) -> torch.Tensor:
+        return self.parts.pop(block) if block in self.parts else super().copied(block)
+
+
 @frozen(kw_only=True)
 class FileOptions:
     """Options of a connector with files."""
@@ -275,6 +325,14 @@ lasting = Descriptor(
     ),
     factory=LastingBlocks,
     summary="keeps a few blocks in host memory, and saves and loads them later",
+)
+
+layered = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="layered_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), layers=Flag(True), late_layers=Flag(True)),
+    factory=LayeredBlocks,
+    summary="keeps a few blocks in host memory, copied layer by layer",
 )
 
 files = Descriptor(

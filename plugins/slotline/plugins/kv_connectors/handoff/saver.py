@@ -98,7 +98,7 @@ class Saver:
         first = sum(sizes[:position])
         blocks, rows = [one.block.block for one in now], [one.row for one in now]
         begin = partial(cast("LayerBlockCopy", self._copy).begin_layer_to_host, group, position, blocks, rows)
-        copy: Callable[[], Any] = partial(_wait_for, begin()) if self._device else begin
+        copy = partial(_wait_for, begin()) if self._device else lambda: _wait_for(begin())
         for one in now:
             one.layers.add(position)
         wrote = partial(self._store.wrote, [key_of(one.block) for one in now], first, first + sizes[position])
