@@ -83,12 +83,12 @@ LONGEST = (
 """Files that take longest: begun at the end, one would run on while the other process has nothing left to do."""
 
 
-_SLOW = 3
+_SLOW = 2
 
 
 def _spread(items: list[pytest.Item]) -> None:
     """Mark as slow all but some parameters of a test that has the mark `spread`, and as exhaustive those beyond the
-    mark's `slow`, three if it says nothing. Which ones are kept is the same for any choice of tests on the command
+    mark's `slow`, two if it says nothing. Which ones are kept is the same for any choice of tests on the command
     line, as long as all parameters of a test are collected.
     """
     tests: dict[str, list[pytest.Item]] = {}

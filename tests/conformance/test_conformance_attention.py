@@ -86,7 +86,7 @@ DECLARATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spread(0, slow=2)
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("declared", DECLARATIONS)
 def test_a_backend_is_asked_for_nothing_that_it_does_not_declare(declared: str) -> None:
     records = check_plugin(narrow(**DECLARATIONS[declared]), device="cpu", level=Level.STATEFUL, only=in_small)

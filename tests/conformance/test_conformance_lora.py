@@ -28,7 +28,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     assert records[-1].level == mutant.level, f"{records[-1].id} kills it already: {records[-1].reason}"
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_a_right_plugin_passes_and_skips_only_what_it_does_not_declare(correct):
     records = check_plugin(correct.descriptor)

@@ -44,7 +44,7 @@ def test_names_of_mutants_are_unique() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
-@pytest.mark.slow
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("correct", CORRECT, ids=lambda correct: correct.descriptor.name)
 def test_right_implementation_passes_with_room_to_spare(correct: Correct) -> None:
     records = check_plugin(correct.descriptor, level=CPU_LEVELS, only=in_small)

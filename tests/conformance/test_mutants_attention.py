@@ -37,7 +37,7 @@ def test_a_mandatory_check_of_its_level_kills_the_mutant(mutant: Mutant) -> None
     assert killers[0].reason
 
 
-@pytest.mark.spread(0, slow=2)
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("right", CORRECT, ids=lambda right: right.descriptor.name)
 def test_a_right_implementation_passes_everything(right: Correct) -> None:
     records = check_plugin(right.descriptor, level=Level.STATEFUL, device="cpu", only=in_small)

@@ -79,13 +79,15 @@ def test_a_long_generation_holds_no_more_than_its_layers_read(
     assert held in (most, most - 1)  # a request may begin where the worst offset does not occur
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny: Tiny) -> None:
+@pytest.mark.parametrize(
+    "length", [pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.exhaustive)]
+)
+def test_many_thousands_of_tokens_are_generated_in_the_memory_of_a_window(length: int, tiny: Tiny) -> None:
     """All but the prompt's four, in a pool of five blocks; drafts make it thousands of steps instead of a hundred.
 
     With one layer a token hangs on the window before it alone, so transformers can say what the last ones are.
     """
-    length, window = 100_000, 32
+    window = 32
     sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "max_position_embeddings": length}
     path = tiny("mistral", **{**ONE_LAYER, **sizes, "sliding_window": window}, seed=3)  # 17 tokens, round after round
     llm = LLM(

@@ -165,6 +165,7 @@ def test_prompts_that_come_go_and_start_over_at_random_give_what_they_give_alone
             assert_equal(answer(request), embedding_of(path, prompts[index], method, unit=index % 2 == 0))
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama_tied" and name != "qwen2_sliding"])
 @pytest.mark.behaviour(35)
 def test_every_architecture_embeds_without_an_output_projection_and_classifies_with_a_score_head(

@@ -153,7 +153,7 @@ def test_its_blocks_go_on_to_a_tier_of_ours(tmp_path: Path) -> None:
     assert events["disk_saved"] > 0
 
 
-_BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.slow)
+_BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.exhaustive)  # to L1 in .ci/third_party
 
 
 @pytest.mark.parametrize("kind", [_BY_PROCESSES if kind is Kind.COMMUNICATOR else kind for kind in PLUGINS])

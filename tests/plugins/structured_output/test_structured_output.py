@@ -346,7 +346,7 @@ def test_parts_of_the_vocabulary_change_no_mask_of_llguidance(wanted: dict[str, 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.behaviour(16, 40)
 def test_preempted_requests_give_the_same_text(mode: str, engines: Engines) -> None:
-    prompts = PROMPTS * 3
+    prompts = PROMPTS * 2
     wanted = [params("json", temperature=0.8, seed=i) for i in range(len(prompts))]
     expected = [o.outputs[0].text for o in engine(engines, "xgrammar").generate(prompts, wanted)]
     llm = engine(engines, "xgrammar", mode, memory="1MiB", block_size=4, max_model_len=96)
