@@ -117,7 +117,7 @@ def spelt(llm: LLM, *pieces: str) -> list[int]:
     return ids
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("word", ["def", " def", "fed", "e"])
 def test_a_text_does_not_come_out_in_whatever_tokens_it_is_spelt(word: str, llm: LLM) -> None:
     letters = spelt(llm, "d", "e", "f", " ")

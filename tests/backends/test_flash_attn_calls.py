@@ -160,6 +160,7 @@ ALIBI = [("backend:FlashAttnBackend", features) for features in FEATURES if feat
 """FlashAttention 3 takes no slopes."""
 
 
+@pytest.mark.spread(39, slow=0)
 @pytest.mark.parametrize(("version", "features"), BOTH + ALIBI)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_calls_give_the_oracles_attention(version: str, shape: str, features: str) -> None:

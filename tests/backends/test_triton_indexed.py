@@ -63,6 +63,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.spread(13, slow=0)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
@@ -72,6 +73,7 @@ def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
     world.check(*world.run(backend))
 
 
+@pytest.mark.spread(3, slow=1)
 @pytest.mark.parametrize("amplitude", [1.0, 0.0])
 @pytest.mark.parametrize("tile", [8, 32, 128])
 def test_the_best_of_tiles_are_listed_and_picked_among(

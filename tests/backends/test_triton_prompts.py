@@ -60,7 +60,7 @@ def world_of(requests: Any, **changes: Any) -> World:
     return World(Case(**(options | changes)))
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompts_attention_is_the_oracles(shape: str, features: str, served: list[tuple[int, int]]) -> None:

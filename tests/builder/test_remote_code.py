@@ -47,7 +47,7 @@ def careless(source: str) -> Iterator[int]:
             words = [] if call is None else [ast.unparse(word) for word in call.keywords]
             if "weights_only=True" not in words:
                 yield node.lineno
-        elif isinstance(node, ast.Name | ast.Attribute) and (node.id if isinstance(node, ast.Name) else node.attr) in FORBIDDEN:
+        elif (isinstance(node, ast.Name) and node.id in FORBIDDEN) or getattr(node, "attr", None) in FORBIDDEN:
             yield node.lineno
 
 

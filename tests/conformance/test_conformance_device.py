@@ -39,6 +39,7 @@ def bad(records: list[Record]) -> list[str]:
     return [f"{record.key}: {record.reason}" for record in records if record.bad]
 
 
+@pytest.mark.spread(55, slow=18)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant: Any) -> None:
     records = until_killed(mutant)

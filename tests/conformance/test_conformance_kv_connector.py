@@ -12,6 +12,7 @@ from slotline.testing.mutants.kv_connector import CORRECT, MUTANTS
 pytestmark = pytest.mark.behaviour(96, 161)
 
 
+@pytest.mark.spread(19, slow=6)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

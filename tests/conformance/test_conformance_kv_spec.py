@@ -19,6 +19,7 @@ def sliding(window: int) -> AttentionLayer:
     return layer_of(kind="sliding", window=window)
 
 
+@pytest.mark.spread(41, slow=13)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

@@ -35,6 +35,7 @@ OURS = [
 INF = float("inf")
 
 
+@pytest.mark.spread(33, slow=11)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
     records = until_killed(mutant)

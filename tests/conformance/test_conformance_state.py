@@ -32,6 +32,7 @@ def _remembered() -> Iterator[None]:
         yield
 
 
+@pytest.mark.spread(38, slow=12)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed_at_its_level(mutant: Mutant) -> None:
     killer = until_killed(mutant)[-1]

@@ -29,6 +29,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.spread(215, slow=70)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mandatory_check_of_its_level_kills_the_mutant(mutant: Mutant) -> None:
     records = until_killed(mutant, lowest=mutant.level, device="cpu")

@@ -33,7 +33,7 @@ def expected(greedy: Greedy, path: Path, prompts: list[list[int]], count: int = 
     return [greedy(path, prompt, count) for prompt in prompts]
 
 
-@pytest.mark.spread(8, slow=8)
+@pytest.mark.spread(5, slow=6)
 @pytest.mark.parametrize(("backend", "optimize", "block_size"), [("torch", False, 4), ("cpu", True, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.behaviour(18, 36, 41, 46, 52, 62, 67, 85, 100, 108, 110)

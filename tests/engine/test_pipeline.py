@@ -53,7 +53,7 @@ def planned(path: Path, **settings: Any) -> Any:
     return make_plan(load_config(values=values))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.behaviour(9, 98)
 @pytest.mark.parametrize(
     ("family", "stages", "backend", "optimize"),
@@ -184,6 +184,7 @@ def test_class_scores_are_those_of_one_stage_and_the_score_head_lies_on_the_last
     assert last.num_parameters == sum(parts.layers[last.first_layer :]) + parts.head
 
 
+@pytest.mark.spread(2, slow=1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("family", ["llama_deep", "gemma3"])
 def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(

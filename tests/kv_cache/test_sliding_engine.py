@@ -40,7 +40,7 @@ def blocks_held(llm: LLM, group: int) -> int:
     return sum(block != NULL_BLOCK for held in llm.engine.scheduler.cache.groups[group].blocks for block in held)
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.behaviour(33, 39, 64, 148, 153, 154)
@@ -65,7 +65,7 @@ def test_groups_of_unequal_blocks_give_transformers_tokens_with_hits_and_preempt
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize(("asynchronous", "optimize"), [(False, False), (True, False), (False, True)])
 def test_chunks_give_transformers_tokens_with_hits_and_preemptions(
     asynchronous: bool, optimize: bool, tiny: Tiny, engines: Engines, greedy: Greedy

@@ -49,7 +49,7 @@ def cached(llm: LLM, prompts: list[list[int]]) -> list[int]:
     return [o.metrics.num_cached_tokens for o in llm.generate(prompts, GREEDY)]
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(26, 33, 69)
 def test_every_family_goes_on_from_a_checkpoint_with_transformers_tokens(
@@ -323,7 +323,7 @@ def test_where_a_step_ends_for_a_checkpoint() -> None:
     assert found.aim(2, other, 0, 440, divisible=False) == 440
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2, slow=1)
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(47, 64, 72)
 def test_every_family_with_a_drafter_gives_transformers_tokens(
@@ -345,6 +345,7 @@ def test_every_family_with_a_drafter_gives_transformers_tokens(
     assert drafting.counts.proposed - before > 10
 
 
+@pytest.mark.spread(3, slow=1)
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "qwen3_next", "lfm2", "mamba"])
 def test_drafts_that_partly_stand_leave_the_states_of_those_that_do(
     name: str, tiny: Tiny, engines: Engines, greedy: Greedy, monkeypatch: pytest.MonkeyPatch

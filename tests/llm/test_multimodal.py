@@ -65,6 +65,7 @@ def counted(llm: LLM) -> Iterator[list[int]]:
         del model.encode
 
 
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("optimize", [False, True])
 def test_pipeline_stages_give_transformers_tokens(optimize: bool, tiny_vision_model: Vision, engines: Engines) -> None:
     path = tiny_vision_model(VARIANTS[0])
@@ -198,6 +199,7 @@ def test_preempted_requests_with_images_give_transformers_tokens(
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
 
 
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_crowds_with_images_and_aborts_give_what_requests_give_alone(
     asynchronous: bool, tiny_vision_model: Vision, engines: Engines

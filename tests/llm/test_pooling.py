@@ -91,6 +91,7 @@ def answer(request: Request) -> torch.Tensor:
     return torch.from_numpy(request.answer)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("backend", "optimize", "block_size", "overlap"), [("torch", False, 4, True), ("cpu", True, 16, False)]
 )
@@ -130,6 +131,7 @@ def test_a_prompt_that_is_preempted_and_computed_again_gives_the_same_embedding(
     assert_equal(answer(request), embedding_of(path, prompt, method))
 
 
+@pytest.mark.spread(4, slow=1)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.behaviour(35)

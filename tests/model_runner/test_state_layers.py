@@ -39,7 +39,7 @@ def poison(llm: LLM) -> None:
                 tensor.fill_(float("nan"))
 
 
-@pytest.mark.spread(8, slow=5)
+@pytest.mark.spread(5, slow=5)
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 @pytest.mark.behaviour(46, 62, 153, 155)
@@ -163,6 +163,7 @@ def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
     assert torch.equal(state["conv"], torch.ones(3, 5, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.spread(6, slow=1)
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 def test_embeddings_are_transformers_last_hidden_states(name: str, tiny: Tiny, engines: Engines) -> None:
     path = tiny(name)
@@ -188,6 +189,7 @@ def test_weights_are_reloaded_in_place(tiny: Tiny, greedy: Greedy) -> None:
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected(greedy, other)
 
 
+@pytest.mark.spread(13, slow=1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", STATE_FAMILIES)
 def test_state_layers_are_called_as_the_contract_says(name: str, dtype: str, tiny: Tiny, engines: Engines) -> None:

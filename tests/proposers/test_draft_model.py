@@ -50,7 +50,7 @@ def agree(seen: list[tuple[list[int], list[int]]], path: Path, length: int = 64)
     return sum(drafts == expected(path, tokens, 4)[: len(drafts)] for tokens, drafts in cut) / len(cut)
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("family", "draft"), [("llama", "llama"), ("qwen3", "llama"), ("gemma2", "qwen3"), ("llama", "mistral")]
 )
@@ -77,6 +77,7 @@ def test_the_model_itself_is_always_right(tiny: Tiny, engines: Engines) -> None:
     assert counts.accepted - before["accepted"] == counts.proposed - before["proposed"] > 0
 
 
+@pytest.mark.spread(2, slow=1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("right", [True, False])
 def test_tokens_that_it_drafted_are_not_computed_again(

@@ -87,7 +87,7 @@ def agree(seen: list[tuple[list[int], list[int]]], expected: Expected, length: i
 # ---- what is drafted
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.behaviour(64, 120, 160)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama_deep", "qwen3", "gemma2"])
@@ -104,7 +104,7 @@ def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     assert agree(seen, expected_of(head, path, kind)) == 1
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.behaviour(70)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral", "deepseek_v3", "gpt_oss", "llama4", "bamba"])
 def test_its_layers_go_beside_any_models(tiny: Tiny, engines: Engines, folder: Any, family: str) -> None:

@@ -42,7 +42,7 @@ def settings_of(tokens: int = 4) -> dict[str, Any]:
     return {"drafter.name": "mtp", "drafter.tokens": tokens, "drafter.adaptive": False, "memory": "8MiB"}
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.behaviour(64, 120, 160)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunks"])
@@ -69,6 +69,7 @@ def test_preemption_fills_the_cache_again(engines: Engines, folder: Any) -> None
     assert agree(seen[::2], expected_of(path, "deepseek_v3")) > 0.9  # type: ignore[arg-type]  # last drafts may see a hole
 
 
+@pytest.mark.spread(1, slow=1)
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
 def test_a_cached_prefix_has_the_layers_entries_too(engines: Engines, folder: Any, family: str) -> None:
     path = folder(family)

@@ -62,6 +62,7 @@ def accepted(llm: LLM) -> int:
 # ---- the same tokens
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.behaviour(20, 55, 88, 107, 108, 109, 116)
@@ -160,7 +161,7 @@ def test_states_of_preempted_requests_begin_again(tiny: Tiny, engines: Engines) 
     assert [request.output_token_ids for request in requests] == expected
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("adaptive", [False, True], ids=["all", "adaptive"])
 @pytest.mark.behaviour(16, 33, 40)

@@ -73,7 +73,7 @@ def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, Ch
     return llm.engine.extension("drafts").drafting.counts.accepted - before, result
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
 def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: str, name: str) -> None:
     """Seeds are fixed, the level is one in a million."""

@@ -90,6 +90,7 @@ def test_unguided_requests_beside_them_change_nothing(llm: LLM, wanted: list[lis
     ]
 
 
+@pytest.mark.spread(4, slow=1)
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize(
     "little",

@@ -86,6 +86,7 @@ def test_add_rms_norm(inner: bool, outer: bool, dtype: torch.dtype) -> None:
     assert torch.equal(residual, before)
 
 
+@pytest.mark.spread(23, slow=0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("size", "rotary_size"), [(16, 16), (24, 24), (32, 16), (80, 20)])
@@ -110,6 +111,7 @@ def test_rotation_with_and_without_head_norms(
     assert close(states, expected, dtype)
 
 
+@pytest.mark.spread(7, slow=0)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("size", "rotary_size", "layout"), [(16, 16, "NHD"), (80, 20, "HND")])

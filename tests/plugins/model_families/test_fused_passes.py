@@ -56,6 +56,7 @@ def forwards(model: Any, kind: type) -> int:
     return sum(type(module.__dict__.get("forward")) is kind for module in model.modules())
 
 
+@pytest.mark.spread(7)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_fused_model_gives_the_logits_of_the_untouched_one(family: str) -> None:
     model, plain = fused_once(family), build(family)
@@ -185,6 +186,7 @@ def test_hooks_put_on_projections_that_come_merged_are_called(name: str) -> None
     assert seen == [name]
 
 
+@pytest.mark.spread(5, slow=1)
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_the_short_forwards_are_left_when_an_adapter_replaces_a_projection(family: str, name: str) -> None:

@@ -60,7 +60,7 @@ def test_logits_equal_those_of_transformers(name: str, settings: dict[str, Any],
     assert len(expansions) == 4  # no pass has packed or merged a weight that attention reads
 
 
-@pytest.mark.spread(7, slow=5)
+@pytest.mark.spread(4, slow=4)
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", LATENT_FAMILIES)
