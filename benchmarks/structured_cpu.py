@@ -98,6 +98,7 @@ def masks(backend: Any, tokenizer: Any, requests: int, *, short: bool = False) -
         for place in range(min(map(len, texts)) - 1):
             start = time.perf_counter()
             bitmask = TokenBitmask(requests, len(tokenizer), device)
+            bitmask.allow_all(requests)
             backend.fill(states, [[]] * requests, list(range(requests)), bitmask.words)
             filled = time.perf_counter()
             for state, text in zip(states, texts, strict=True):

@@ -64,11 +64,21 @@ def test_tokens_are_banned_in_the_rows_asked_for() -> None:
     assert [(~kept[row]).nonzero().flatten().tolist() for row in (0, 2)] == [[0, 31, 32, 69]] * 2
 
 
-def test_a_new_bitmask_allows_everything() -> None:
+def test_a_bitmask_of_ones_allows_everything() -> None:
     logits = torch.randn(2, 33)
     bitmask = TokenBitmask(2, 33, device_for("cpu"))
+    bitmask.allow_all(2)
     bitmask.places[:] = [0, 1]
     assert torch.equal(bitmask.apply(logits), logits)
+
+
+def test_rows_that_share_a_mask_are_banned_alike() -> None:
+    bitmask = TokenBitmask(3, 33, device_for("cpu"), num_masks=2)
+    bitmask.allow_all(2)
+    bitmask.places[:] = [2, 0, 1]
+    bitmask.mask_of[:] = [1, 0, 1]
+    bitmask.ban(np.array([True, False, True]), (32,))
+    assert bitmask.apply(torch.zeros(4, 33)).isneginf().nonzero().tolist() == [[1, 32], [2, 32]]
 
 
 def test_what_is_banned_is_minus_infinity_whatever_it_was_and_what_is_allowed_stays() -> None:

@@ -110,7 +110,9 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             protocol=contracts.ModelFamily,
             optional={"capture_refusal": _never},  # a family without it is never captured
         ),
-        Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
+        Kind.STRUCTURED_OUTPUT: BuiltContract(
+            protocol=contracts.StructuredOutput, optional={"token_text": _declared("reusable_masks")}
+        ),
         Kind.RESPONSE_PARSER: BuiltContract(protocol=contracts.ResponseParser),
         Kind.DEVICE: BuiltContract(
             protocol=contracts.Device,

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
 Engines = Callable[..., LLM]
 PLUGINS = ("xgrammar", "llguidance")
 MODES: dict[str, dict[str, Any]] = {
-    "plain": {"scheduler.async": False},
+    "plain": {"scheduler.async": False, "structured_output.keep_masks": False},
     "asynchronous": {"scheduler.async": True},
     "drafted": {"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False},
     "overlapped": {"drafter.name": "eagle3", "drafter.tokens": 4, "drafter.adaptive": False, "scheduler.async": True},
@@ -221,6 +221,29 @@ def test_masks_are_made_while_the_forward_pass_runs(
     is_person(output.outputs[0].text)
     assert len(seen) > 5
     assert all(seen)
+
+
+def test_requests_share_masks_and_those_that_ignore_the_end_have_their_own(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin is asked for fewer masks where they are kept, and the texts are the same."""
+    wanted = [params("json", temperature=1, seed=i, ignore_eos=i % 2 == 0, max_tokens=24) for i in range(8)]
+    found, asked = [], []
+    for mode in ("plain", "asynchronous"):
+        llm = engine(engines, "llguidance", mode)
+        backend = llm.engine.extension("structured_output").compiler.build()
+        fill, states = backend.fill, list[int]()
+
+        def counts(given: Any, *others: Any, fill: Any = fill, states: list[int] = states) -> None:
+            states.append(len(given))
+            fill(given, *others)
+
+        monkeypatch.setattr(backend, "fill", counts)
+        outputs = [output.outputs[0] for output in llm.generate(["a = "] * 8, wanted)]
+        found.append([(one.token_ids, one.finish_reason) for one in outputs])
+        asked.append(sum(states))
+    assert found[0] == found[1]
+    assert asked[1] < 0.7 * asked[0]
 
 
 def test_a_step_that_fails_leaves_no_thread_with_its_grammars(

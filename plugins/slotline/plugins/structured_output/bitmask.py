@@ -16,26 +16,39 @@ class TokenBitmask:
     """Bitmasks of some rows of logits, on the host, to be applied on the logits' device.
 
     They are written into memory of the host that the device copies asynchronously, in one piece. The memory is not
-    handed out again before the copy is over.
+    handed out again before the copy is over. Rows may share a mask, which is copied once.
+
+    Args:
+        num_masks: of the rows together. None for one of each.
 
     Attributes:
-        words: [num_rows, ceil(vocab_size / 32)] int32, all ones until written to.
+        words: [num_masks, ceil(vocab_size / 32)] int32, without values until written to.
         places: [num_rows] int32, the row of the logits that each belongs to.
+        mask_of: [num_rows] int32, the mask of each, at first its own.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: Device, *, num_masks: int | None = None) -> None:
         width = -(-vocab_size // _BITS)
         self._ops = device.ops
-        self._flat = device.host_empty(num_rows * (width + 1), torch.int32)  # the words, then the places
+        self._shared = num_masks is not None
+        num_masks = num_rows if num_masks is None else num_masks
+        self._flat = device.host_empty(num_masks * width + 2 * num_rows, torch.int32)  # words, places, masks
         array: Int32 = self._flat.numpy()
-        array.view(np.uint8).fill(0xFF)  # half the time that it takes by words
-        self.words = array[: num_rows * width].reshape(num_rows, width)
-        self.places = array[num_rows * width :]
+        end = num_masks * width
+        self.words = array[:end].reshape(num_masks, width)
+        self.places = array[end : end + num_rows]
+        self.mask_of = array[end + num_rows :]
+        self.mask_of[:] = np.arange(num_rows)
+
+    def allow_all(self, count: int) -> None:
+        """Set all bits of the first `count` masks."""
+        self.words[:count].view(np.uint8).fill(0xFF)  # half the time that it takes by words
 
     def ban(self, rows: npt.NDArray[np.bool_], token_ids: tuple[int, ...]) -> None:
-        """Mark tokens as banned in some rows of the bitmask."""
+        """Mark tokens as banned in the masks of some rows."""
+        masks = np.unique(self.mask_of[rows])
         for token in token_ids:
-            self.words.view(np.uint32)[rows, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)
+            self.words.view(np.uint32)[masks, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)
 
     def apply(self, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """Return the logits [n, vocab_size] with minus infinity for every banned token.
@@ -46,7 +59,10 @@ class TokenBitmask:
         return self._ops.apply_bitmask(logits, words, places, in_place=in_place)
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Send the words and the places in one copy."""
+        """Send everything in one copy. Return the words of each row and the places."""
         flat = self._flat.to(device, non_blocking=True)
-        num_rows, width = self.words.shape
-        return flat[: num_rows * width].view(num_rows, width), flat[num_rows * width :]
+        num_masks, width = self.words.shape
+        num_rows = len(self.places)
+        words, places, mask_of = flat.split([num_masks * width, num_rows, num_rows])
+        words = words.view(num_masks, width)
+        return words.index_select(0, mask_of) if self._shared else words, places

@@ -7,7 +7,8 @@ from functools import partial
 from slotline.builder.parts import Parts
 from slotline.plugins.structured_output.extension import StructuredOutputs
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
-from slotline.registry.contracts import ExtensionContext, StructuredOutputContext
+from slotline.plugins.structured_output.mask_cache import MaskCache
+from slotline.registry.contracts import ExtensionContext, StructuredOutput, StructuredOutputContext
 from slotline.registry.loading import bind_contract
 
 
@@ -33,10 +34,16 @@ def build(context: ExtensionContext) -> StructuredOutputs | None:
         max_requests=context.max_requests,
         options=planned.options(descriptor),
     )
+
+    def cache_of(backend: StructuredOutput) -> MaskCache:
+        return MaskCache(backend.token_text, eos_token_ids)
+
+    keeps = descriptor.capabilities.reusable_masks and config.structured_output.keep_masks
     compiler = GrammarCompiler(
         partial(planned.registry.build, descriptor, own),
         threads=config.structured_output.compile_threads,
         capacity=config.structured_output.cached_grammars,
+        cache_of=cache_of if keeps else None,
     )
     if config.structured_output.backend != "auto":
         compiler.build()

@@ -26,6 +26,7 @@ from slotline.core.sampling.logits_processors import Processed
 from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
 from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
+from slotline.plugins.structured_output.mask_cache import CachedState
 from slotline.plugins.structured_output.waiting import Decode, WaitingGrammar
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import GRAMMAR_STATE, misfits_of
@@ -149,8 +150,9 @@ class StructuredOutputs:
     def admit(self, request: Request) -> None:
         """Start the state of a request that took its row. Its grammar is compiled."""
         if request.params.structured_outputs is not None:
-            state = self.compiler.backend.start(self.compiler.grammar(request))
-            if texts := list(misfits_of(GRAMMAR_STATE, self._capabilities, state)):
+            state = self.compiler.start(request)
+            own = state.own if isinstance(state, CachedState) else state
+            if texts := list(misfits_of(GRAMMAR_STATE, self._capabilities, own)):
                 raise ContractError(
                     f"structured-output plugin {self.name!r}: what start() made does not fit the contract: "
                     f"{'; '.join(texts)}",
@@ -167,8 +169,7 @@ class StructuredOutputs:
         if request.params.structured_outputs is None:
             return
         self._settle()
-        state = self.compiler.backend.start(self.compiler.grammar(request))
-        self._keep(request, state, token_ids)
+        self._keep(request, self.compiler.start(request), token_ids)
 
     def restore(self, requests: Sequence[Request]) -> None:
         """Forget the grammars of all but the unfinished requests."""
@@ -236,8 +237,9 @@ class StructuredOutputs:
             masked = masked & ~self._free(inputs)
         if not masked.any():
             return None
-        masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device)
-        if beside and len(masks.bitmask.places) * self._vocab_size >= WORTH_A_THREAD:
+        banned = self._rows.ignore_eos
+        masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device, banned)
+        if beside and masks.num_asked * self._vocab_size >= WORTH_A_THREAD:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 

@@ -12,6 +12,7 @@ from attrs import define
 
 from slotline.core.batch.model_inputs import ModelInputs
 from slotline.plugins.structured_output.bitmask import TokenBitmask
+from slotline.plugins.structured_output.mask_cache import CachedState, KeptMask
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import GrammarState, StructuredOutput
 from slotline.registry.contracts.device import Device
@@ -22,24 +23,24 @@ logger = logging.getLogger("slotline")
 
 @define(kw_only=True, eq=False)
 class GrammarBitmasks:
-    """Request for the plugin's masks of one step, and the place of its answer.
+    """Request for the plugin's masks of one step, and the place of its answer. Kept masks are not asked for.
 
     Attributes:
         bitmask: of the logits rows with a grammar. `masked` [num_logits] marks these rows, and `logits_rows`
             [num_logits] are the permanent rows of all logits.
-        rows: [m] permanent rows, with their `states` and `drafts`.
-        firsts: [m] the first place of each row in `bitmask`. `counts` [m] more places follow it, one for each draft.
+        rows: [m] permanent rows whose masks are asked for, with their `states` and `drafts`.
+        firsts: [m] the first mask of each of these rows. `counts` [m] more masks follow it, one for each draft.
         filling: the plugin's work in another thread, if it was given to one.
     """
 
     bitmask: TokenBitmask
     masked: npt.NDArray[np.bool_]
     logits_rows: Int
-    rows: Int
+    rows: Sequence[int]
     states: Sequence[GrammarState]
     drafts: Sequence[Sequence[int]]
-    firsts: Int
-    counts: Int
+    firsts: Sequence[int]
+    counts: Sequence[int]
     filling: Future[None] | None = None
 
     @classmethod
@@ -51,6 +52,7 @@ class GrammarBitmasks:
         drafts_of: Callable[[int], list[int]],
         vocab_size: int,
         device: Device,
+        banned: npt.NDArray[np.bool_],
     ) -> GrammarBitmasks:
         """Return masks that are yet to be written, of the `masked` [num_logits] logits of a step, at least one.
 
@@ -59,36 +61,64 @@ class GrammarBitmasks:
             state_of: returns the state of a row, of the text before its first masked logits. `drafts_of` returns its
                 drafts.
             device: where the logits are.
+            banned: [max_requests] rows in whose masks more tokens will be banned.
         """
         rows, draft_positions = inputs.sampling.rows, inputs.spec_positions
         places = np.flatnonzero(masked)
-        bitmask = TokenBitmask(len(places), vocab_size, device)
-        bitmask.places[:] = places
         firsts, counts = np.arange(len(places)), np.zeros(len(places), np.int64)
         if draft_positions is not None:
             firsts = np.flatnonzero((draft_positions[places] == 0) | (np.diff(rows[places], prepend=-1) != 0))
             counts = np.diff(firsts, append=len(places)) - 1
-        own = rows[places[firsts]]
+        own = rows[places[firsts]].tolist()
         drafts: list[list[int]] = [[]] * len(own)
         if counts.any():
             assert draft_positions is not None  # there are drafts
             before = draft_positions[places[firsts]].tolist()
-            ranges = zip(own.tolist(), before, counts.tolist(), strict=True)
+            ranges = zip(own, before, counts.tolist(), strict=True)
             drafts = [drafts_of(row)[i : i + n] if n else [] for row, i, n in ranges]
+        states = [state_of(row) for row in own]
+        shared = SharedMasks.of(states, drafts, counts.tolist(), banned[own].tolist())
+        bitmask = TokenBitmask(len(places), vocab_size, device, num_masks=shared.count if shared.kept else None)
+        bitmask.places[:] = places
+        bitmask.mask_of[:] = shared.mask_of
+        bitmask.allow_all(shared.num_asked)
+        for number, mask in enumerate(shared.kept, shared.num_asked):
+            bitmask.words[number] = -1 if mask is None else mask.words
+        asked = shared.asked
         return cls(
             bitmask=bitmask,
             masked=masked,
             logits_rows=rows,
-            rows=own,
-            states=[state_of(row) for row in own.tolist()],
-            drafts=drafts,
-            firsts=firsts,
-            counts=counts,
+            rows=[own[i] for i in asked],
+            states=[states[i] for i in asked],
+            drafts=[drafts[i] for i in asked],
+            firsts=shared.firsts,
+            counts=counts[asked].tolist(),
         )
 
+    @property
+    def num_asked(self) -> int:
+        """Masks that the plugin writes."""
+        return len(self.firsts) + sum(self.counts)
+
     def fill(self, backend: StructuredOutput) -> None:
-        """Write all masks. Raises any exception of the plugin."""
-        backend.fill(self.states, self.drafts, self.firsts.tolist(), self.bitmask.words)
+        """Write the masks that are asked for. Raises any exception of the plugin."""
+        if self.states:
+            self._fill(backend, self.states, self.drafts, self.firsts, self.bitmask.words[: self.num_asked])
+
+    @staticmethod
+    def _fill(
+        backend: StructuredOutput,
+        states: Sequence[GrammarState],
+        drafts: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        words: npt.NDArray[np.int32],
+    ) -> None:
+        own = [state.current() if isinstance(state, CachedState) else state for state in states]
+        backend.fill(own, drafts, firsts, words)
+        for state, assumed, first in zip(states, drafts, firsts, strict=True):
+            if isinstance(state, CachedState):
+                state.keep(assumed, words[first : first + 1 + len(assumed)])
 
     def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:
         """Write the masks, or wait for the thread that writes them. If that fails, write each row's mask by itself.
@@ -107,12 +137,73 @@ class GrammarBitmasks:
         except Exception:  # a plugin's code may raise anything
             logger.exception("structured-output plugin %r failed; filling each request's masks alone", name)
         errors = {}
-        places = zip(self.rows.tolist(), self.firsts.tolist(), self.counts.tolist(), strict=True)
+        places = zip(self.rows, self.firsts, self.counts, strict=True)
         for i, (row, first, count) in enumerate(places):
             own = self.bitmask.words[first : first + 1 + count]
             own[:] = -1
             try:
-                backend.fill(self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
+                self._fill(backend, self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
             except Exception as error:  # a plugin's code may raise anything
                 errors[row] = plugins.described(error)
         return errors
+
+
+@define(eq=False)
+class SharedMasks:
+    """Number of the mask of each logits row of a step. Masks that are asked for come first, then the kept ones.
+
+    Attributes:
+        kept: the distinct ones of the kept masks. None allows every token, as behind an illegal draft.
+        asked: [m] places of the requests whose masks are asked for, and the number of their first ones, `firsts` [m].
+        mask_of: for each logits row.
+    """
+
+    kept: list[KeptMask | None]
+    asked: list[int]
+    firsts: list[int]
+    num_asked: int
+    mask_of: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        states: Sequence[GrammarState],
+        drafts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        banned: Sequence[bool],
+    ) -> SharedMasks:
+        """Return the masks of requests, each with its first logits row and those of `counts` drafts.
+
+        Args:
+            banned: requests in whose masks more tokens will be banned. They share masks with each other only.
+        """
+        numbers: tuple[dict[int, int], dict[int, int]] = {}, {}  # of kept masks by identity, from -1 downwards
+        kept: list[KeptMask | None] = []
+        asked: list[int] = []
+        firsts: list[int] = []
+        mask_of: list[int] = []
+        num_asked = 0
+        for place, (state, assumed, count, more) in enumerate(zip(states, drafts, counts, banned, strict=True)):
+            masks: Sequence[KeptMask | None] | None = None
+            if isinstance(state, CachedState):
+                masks = state.kept_masks(assumed) if count else (mask,) if (mask := state.kept_mask()) else None
+            if masks is None:
+                asked.append(place)
+                firsts.append(num_asked)
+                mask_of += range(num_asked, num_asked + 1 + count)
+                num_asked += 1 + count
+                continue
+            if len(masks) <= count:
+                masks = [*masks, *[None] * (1 + count - len(masks))]
+            for mask in masks:
+                number = numbers[more].setdefault(id(mask), next_number := -1 - len(kept))
+                if number == next_number:
+                    kept.append(mask)
+                mask_of.append(number)
+        mask_of = [number if number >= 0 else num_asked - 1 - number for number in mask_of]
+        return cls(kept, asked, firsts, num_asked, mask_of)
+
+    @property
+    def count(self) -> int:
+        """All masks."""
+        return self.num_asked + len(self.kept)

@@ -8,7 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from slotline.core.batch.request import Request
-from slotline.registry.contracts import Constraint, StructuredOutput
+from slotline.plugins.structured_output.mask_cache import CachedGrammar, MaskCache
+from slotline.registry.contracts import Constraint, GrammarState, StructuredOutput
 from slotline.registry.own_process import OwnProcess
 
 _LOOKS_UP = 0.02
@@ -20,10 +21,22 @@ class GrammarCompiler:
 
     The plugin is built for the first request that needs it, or by `build`: importing its package and reading the
     vocabulary takes a moment that most runs need not spend.
+
+    Args:
+        cache_of: returns where masks of the built plugin are kept. None keeps none.
     """
 
-    def __init__(self, build: Callable[[], StructuredOutput], *, threads: int, capacity: int) -> None:
+    def __init__(
+        self,
+        build: Callable[[], StructuredOutput],
+        *,
+        threads: int,
+        capacity: int,
+        cache_of: Callable[[StructuredOutput], MaskCache] | None = None,
+    ) -> None:
         self._build = build
+        self._cache_of = cache_of
+        self._cache: MaskCache | None = None
         self._backend: StructuredOutput | None = None
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="slotline-grammar")
         self._capacity = capacity
@@ -40,7 +53,9 @@ class GrammarCompiler:
     def build(self) -> StructuredOutput:
         """Build the plugin, unless that is done."""
         if self._backend is None:
-            self._backend = self._build()
+            backend = self._build()
+            self._cache = None if self._cache_of is None else self._cache_of(backend)
+            self._backend = backend
         return self._backend
 
     @property
@@ -61,7 +76,7 @@ class GrammarCompiler:
         self._own_process.refuse_others()
         future = self._compiled.pop(constraint, None)
         if future is None:
-            future = self._pool.submit(self.backend.compile, constraint)
+            future = self._pool.submit(self._compile, self.backend, constraint)
         self._compiled[constraint] = future  # the latest last
         while len(self._compiled) > self._capacity:
             self._compiled.popitem(last=False)
@@ -102,9 +117,10 @@ class GrammarCompiler:
         waiting = self._waiting.get(request.request_id)
         return waiting is not None and waiting[0] is request
 
-    def grammar(self, request: Request) -> Any:
-        """Return the compiled grammar of a request that `collect` returned and that has not ended."""
-        return self._ready[request.request_id]
+    def start(self, request: Request) -> GrammarState:
+        """Return the state without output of a request that `collect` returned and that has not ended."""
+        grammar = self._ready[request.request_id]
+        return grammar.start(self.backend) if isinstance(grammar, CachedGrammar) else self.backend.start(grammar)
 
     def retain(self, unfinished: Mapping[str, Request]) -> None:
         """Forget all but the unfinished requests, by id."""
@@ -117,3 +133,7 @@ class GrammarCompiler:
         """Forget a request that ends. A grammar that is being compiled is kept for others."""
         self._waiting.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)
+
+    def _compile(self, backend: StructuredOutput, constraint: Constraint) -> Any:
+        compiled = backend.compile(constraint)
+        return compiled if self._cache is None else CachedGrammar(compiled, constraint, self._cache)

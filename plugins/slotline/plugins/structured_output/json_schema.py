@@ -27,8 +27,8 @@ def subschemas(root: Any) -> list[tuple[str, Any]]:
     found = list(_inside(root, "#"))
     known = {id(part) for _, part in found}
     bases = [root, *(part for _, part in found if isinstance(part, Mapping) and "$id" in part)]
-    targets = (target for reference in _references(root) for target in _targets(reference, bases))
-    elsewhere = [(pointer, part) for pointer, part in targets if id(part) not in known]
+    referred = (target for reference in _references(root) for target in targets(reference, bases))
+    elsewhere = [(pointer, part) for pointer, part in referred if id(part) not in known]
     values = set(map(id, _values(part for _, part in found))) if elsewhere else set()
     for pointer, part in elsewhere:
         if id(part) not in known and id(part) not in values:
@@ -48,7 +48,7 @@ def refuse_values_as_schemas(text: str, place: str) -> None:
     parts = subschemas(root)
     known, values = {id(part) for _, part in parts}, set(map(id, _values(part for _, part in parts)))
     for reference in _references(root):
-        for _, target in _targets(reference, [root]):
+        for _, target in targets(reference, [root]):
             if id(target) in values and id(target) not in known:
                 raise RequestError(
                     f"{place}: $ref {reference!r} names a value of enum or const", fix="put the schema under $defs"
@@ -92,7 +92,7 @@ def _inside(schema: Any, pointer: str) -> Iterator[tuple[str, Any]]:
     yield pointer, schema
 
 
-def _targets(reference: str, bases: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def targets(reference: str, bases: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the mappings that the JSON pointer of a reference finds, from any of the bases."""
     fragment = reference.partition("#")[2]
     for value in bases if fragment.startswith("/") else ():

@@ -525,6 +525,10 @@ class StructuredOutputConfig:
     cached_grammars: int = field(
         default=256, validator=positive, metadata=_doc("compiled grammars kept for later requests")
     )
+    keep_masks: bool = field(
+        default=True,
+        metadata=_doc("reuse masks where texts can go on alike, if the plugin declares `reusable_masks`"),
+    )
     options: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("the plugin's own options, in a table `[structured_output.NAME]`", rest=True)
     )

@@ -188,12 +188,16 @@ class StructuredOutputCapabilities:
         constraints: some of `CONSTRAINTS`.
         devices: device types. Masks are made on the host, so most plugins support any device.
         priority: ``auto`` tries plugins in descending order. `priority_reason` gives the reason.
+        reusable_masks: whether two states of a grammar whose texts can be continued alike have the same mask, unless
+            everything that may follow begins with the same byte. Then it may also hang on the last token. The core
+            keeps masks of plugins that say so, and asks for fewer.
     """
 
     constraints: Set[str]
     devices: Set[str] = Set(None)
     priority: int = 0
     priority_reason: str = ""
+    reusable_masks: bool = False
 
 
 @frozen(kw_only=True)
@@ -294,4 +298,8 @@ class StructuredOutput(Protocol):
                 remaining texts continue with the same bytes, a plugin may leave fewer of their tokenizations, at least
                 one.
         """
+        ...
+
+    def token_text(self, token_id: int) -> bytes:
+        """Return the text of a token that is not special, as masks see it. Optional without `reusable_masks`."""
         ...

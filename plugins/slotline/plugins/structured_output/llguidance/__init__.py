@@ -36,6 +36,7 @@ descriptor = Descriptor(
     name="llguidance",
     capabilities=StructuredOutputCapabilities(
         constraints=Set(CONSTRAINTS),
+        reusable_masks=True,
         priority=20,
         priority_reason="compiling takes milliseconds and a mask microseconds, whatever the vocabulary's size",
     ),

@@ -131,6 +131,11 @@ class LLGuidanceBackend:
             if state.matcher.is_error():
                 raise _failure(state.matcher)
 
+    def token_text(self, token_id: int) -> bytes:
+        """See the contract."""
+        text: bytes = self._tokenizer.decode_bytes([token_id])
+        return text
+
     def _check_schema(self, text: str, place: str) -> None:
         if isinstance(schema := json.loads(text), dict) and "x-guidance" in schema:
             raise RequestError(f"{place}: x-guidance sets options of llguidance", fix="leave it out")

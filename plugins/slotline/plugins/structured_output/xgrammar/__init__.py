@@ -42,6 +42,7 @@ descriptor = Descriptor(
     name="xgrammar",
     capabilities=StructuredOutputCapabilities(
         constraints=Set(CONSTRAINTS),
+        reusable_masks=True,
         priority=10,
         priority_reason="its masks are mostly made when a grammar is compiled",
     ),

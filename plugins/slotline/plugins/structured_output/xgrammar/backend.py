@@ -52,6 +52,7 @@ class XGrammarBackend:
         )
         self.eos_token_ids = frozenset(context.eos_token_ids)
         self._tokenizer = tokenizer
+        self._token_texts: list[bytes] = info.decoded_vocab
         self._vocab_size = vocab_size
         self._compile_limit = context.options.compile_limit
         threads = context.options.mask_threads or min(16, max(1, num_cores() - 1))
@@ -154,6 +155,10 @@ class XGrammarBackend:
         if self._text_ends and not matcher.is_completed():
             for word, bits in self._text_ends:
                 mask[word] &= ~bits
+
+    def token_text(self, token_id: int) -> bytes:
+        """See the contract."""
+        return self._token_texts[token_id]
 
     def _new_pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max(1, len(self._matchers) - 1), thread_name_prefix="slotline-xgrammar")

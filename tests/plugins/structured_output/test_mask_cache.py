@@ -1,0 +1,229 @@
+"""Kept masks: equal to those that the plugin would make, whatever is left out of a text to find them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+from structured_texts import EOS, Texts, context, tokenizer, tokens_of
+
+from slotline.core import StructuredOutputsParams
+from slotline.plugins.structured_output.json_positions import START, JsonForm
+from slotline.plugins.structured_output.mask_cache import CachedGrammar, MaskCache
+from slotline.testing.subject import subject_of
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+BRANCHES = [
+    {
+        "type": "object",
+        "properties": {"k": {"const": letter}, other: kind},
+        "required": ["k", other],
+        "additionalProperties": False,
+    }
+    for letter, other, kind in (("a", "v", {"type": "integer"}), ("b", "w", {"type": "string"}))
+]
+SCHEMAS: dict[str, Any] = {
+    "lengths": PERSON,
+    "numbers": {"type": "array", "items": {"type": ["number", "null"]}},
+    "bounds": {"type": "array", "items": {"type": "integer", "minimum": -5, "maximum": 120}, "minItems": 3},
+    "literals": {"type": "array", "items": {"enum": ["x", "xy", "é", 'q"', 1, 12, None]}},
+    "branches": {"anyOf": BRANCHES},
+    "a reference": {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, "name": {"type": "string"}},
+        "required": ["a"],
+        "$defs": {"P": PERSON},
+        "additionalProperties": False,
+    },
+    "a tree": {
+        "$ref": "#/$defs/T",
+        "$defs": {
+            "T": {
+                "type": "object",
+                "properties": {"v": {"type": "string"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/T"}}},
+                "required": ["v", "kids"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "expressions": {
+        "type": "object",
+        "properties": {"d": {"type": "string", "format": "date"}, "t": {"type": "string"}, "größe": {"type": "number"}},
+        "required": ["d", "t"],
+        "additionalProperties": {"type": "string"},
+    },
+    "items": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "items": {"type": "boolean"}},
+}
+WANTED: dict[str, dict[str, Any]] = {
+    **{f"{name}, {space}": {"json": one, "disable_any_whitespace": space == "fixed"}
+       for name, one in SCHEMAS.items() for space in ("any space", "fixed")},
+    "any object": {"json_object": True},
+    "choice": {"choice": ["yes", "no", "maybe so", "mayhem"]},
+}  # fmt: skip
+WORDS = -(-len(tokenizer()) // 32)
+
+
+@cache
+def texts_of(plugin: str) -> Texts:
+    return Texts(plugin)
+
+
+@cache
+def first_characters() -> list[str]:
+    return [tokenizer().decode([token])[:1] for token in range(len(tokenizer()))]
+
+
+class Pair:
+    """A plugin's own states beside states with kept masks, under one constraint."""
+
+    def __init__(self, plugin: str, form: JsonForm | None = None, **wanted: Any) -> None:
+        self.backend = texts_of(plugin).backend
+        compiled = texts_of(plugin).compiled(**wanted)
+        self.cache = MaskCache(self.backend.token_text, EOS)
+        self.grammar = CachedGrammar(compiled, StructuredOutputsParams(**wanted).constraint, self.cache)
+        self.grammar._form = form or self.grammar._form
+        self.found = self.asked = 0
+
+    def filled(self, state: Any, drafts: list[int]) -> np.ndarray:
+        words = np.full((1 + len(drafts), WORDS), -1, np.int32)
+        self.backend.fill([state], [drafts], [0], words)
+        return words
+
+    def walk(self, rng: Random, steps: int, *, drafts: int = 0) -> None:
+        """Write a random text, and compare all masks on the way."""
+        own, kept = self.backend.start(self.grammar.compiled), self.grammar.start(self.backend)
+        for _ in range(steps):
+            assumed = self.drafts(own, rng, drafts)
+            want = self.filled(own, assumed)
+            masks = kept.kept_masks(assumed)
+            self.asked, self.found = self.asked + (masks is None), self.found + (masks is not None)
+            if masks is None:
+                got = self.filled(kept.current(), assumed)
+                kept.keep(assumed, got)
+            else:
+                got = np.full_like(want, -1)
+                got[: len(masks)] = [mask.words for mask in masks]
+            assert np.array_equal(got, want)
+            if (token := self.choice(want[0], rng)) is None:
+                break
+            assert rng.random() < 0.8 or kept.count_legal([token]) == 1
+            assert own.accept([token]) == kept.accept([token]) == 1
+            assert bool(own.finished) == kept.finished
+            if own.finished:
+                break
+
+    def walk_often(self, seeds: int, steps: int, *, drafts: int = 0) -> None:
+        """Write a random text for each seed."""
+        for seed in range(seeds):
+            self.walk(Random(seed), steps, drafts=drafts)
+
+    def choice(self, words: np.ndarray, rng: Random) -> int | None:
+        """Choose an allowed token, rather one that ends something."""
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        allowed = [token for token in allowed if token not in EOS]
+        wanted = '"}],:0123456789.eE\\' if rng.random() < 0.5 else '"}]' if rng.random() < 0.5 else ""
+        ends = [token for token in allowed if first_characters()[token] in wanted] if wanted else []
+        return rng.choice(ends or allowed) if allowed else None
+
+    def drafts(self, own: Any, rng: Random, most: int) -> list[int]:
+        """Choose drafts, the last of which may be illegal or an end."""
+        found: list[int] = []
+        while most and len(found) < most and (token := self.choice(self.filled(own, found)[-1], rng)) is not None:
+            found.append(token)
+            if own.count_legal(found) < len(found):
+                break
+        return [*found[: most - 1], rng.choice((EOS[0], 100, 900))] if found and rng.random() < 0.3 else found
+
+
+@pytest.mark.parametrize("plugin", ["llguidance", "xgrammar"])
+def test_kept_masks_equal_those_that_the_plugin_makes(plugin: str) -> None:
+    found = asked = 0
+    for number, wanted in enumerate(WANTED.values()):
+        pair, rng = Pair(plugin, **wanted), Random(number)
+        for _ in range(3):
+            pair.walk(rng, 24)
+        found, asked = found + pair.found, asked + pair.asked
+    assert found > asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("plugin", ["llguidance", "xgrammar"])
+def test_kept_masks_equal_those_that_the_plugin_makes_in_long_texts(plugin: str, seed: int) -> None:
+    for wanted in WANTED.values():
+        pair = Pair(plugin, **wanted)
+        for round_ in range(8):
+            pair.walk(Random(100 * seed + round_), 60, drafts=3 * (round_ % 2))
+
+
+@pytest.mark.parametrize("plugin", ["llguidance", "xgrammar"])
+def test_masks_behind_drafts_are_kept_too(plugin: str) -> None:
+    pair = Pair(plugin, json=PERSON, disable_any_whitespace=True)
+    pair.walk_often(6, 16, drafts=3)
+    assert pair.found > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("branches", {"values": True}),  # the value of a property decides which others may follow
+        ("bounds", {"items": True}),  # items are counted
+        ("literals", {"literals": ()}),  # strings are told apart as long as they begin a literal
+        ("lengths", {"kinds": {b"": (2, 5), b"[": (2, 5)}}),  # the characters of a string are counted
+        ("bounds", {"kinds": {b"": (2, 5), b"[": (2, 5)}}),  # digits matter
+    ],
+)
+def test_a_position_that_leaves_out_too_much_gives_other_masks(name: str, left_out: dict[str, Any]) -> None:
+    form = JsonForm.of(json.dumps(SCHEMAS[name]))
+    assert form is not None
+    pair = Pair("llguidance", evolve(form, **left_out), json=SCHEMAS[name], disable_any_whitespace=True)
+    with pytest.raises(AssertionError):
+        pair.walk_often(60, 40)
+
+
+def test_texts_that_can_go_on_alike_have_one_position() -> None:
+    form = JsonForm.of(json.dumps(PERSON))
+    assert form is not None
+
+    def at(text: str) -> Any:
+        return form.after(START, text.encode())
+
+    assert at('{"name": "abc", "age": 12') == at('{ "name":"x\\"yz","age" :\n7')
+    assert at('{"name": "abc') == at('{"name": "xyz')
+    assert at('{"name": "ab') != at('{"name": "abc')
+    assert at('{"name": "na') != at('{"name": "ab')  # it may become a literal, for all that is known of the place
+    assert at('{"name": "é'.encode()[:-1].decode("latin-1")) != at('{"name": "')
+    assert JsonForm.of('{"not": {"type": "string"}}') is None
+    assert JsonForm.of('{"enum": [{"a": 1}]}') is None
+
+
+def test_a_grammar_whose_texts_do_not_meet_again_is_left_to_the_plugin() -> None:
+    pair = Pair("llguidance", regex=r"[a-z]{900}")
+    pair.walk_often(4, 200)
+    assert pair.grammar.given_up
+    before = pair.found
+    pair.walk(Random(0), 5)
+    assert pair.found == before
+
+
+def test_an_end_with_text_of_its_own_is_never_passed() -> None:
+    newline = tokens_of("\n")[0]
+    subject = subject_of("structured_output:llguidance")
+    backend, constraint = subject.build(context((newline,))), StructuredOutputsParams(regex="a\n?b").constraint
+    grammar = CachedGrammar(backend.compile(constraint), constraint, MaskCache(backend.token_text, (newline,)))
+    state = grammar.start(backend)
+    assert state.accept([*tokens_of("a"), newline]) == 1
+    assert state.accept(tokens_of("b")) == 1
+    assert state.finished
