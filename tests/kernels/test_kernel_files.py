@@ -15,7 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 from repository import ROOT
 
 from slotline.backends.linear import numba_kernels
@@ -294,3 +299,26 @@ def test_triton_gets_a_folder_that_can_be_written(
     assert (Path(folder) == cache / "kernels" / "triton") is somewhere
     assert Path(folder).exists() is somewhere, "another one goes with the process"
     assert f"triton's kernels are kept in {folder}, since {in_the_way}/home/.triton/cache cannot be written" in err
+
+
+def test_a_kernel_made_with_an_intrinsic_over_llvm_types_has_one_name_before_and_after_it_is_compiled() -> None:
+    vector = ir.VectorType(ir.FloatType(), 4)
+    twos = ir.Constant(vector, [2.0] * 4)
+
+    @intrinsic
+    def doubled(context, x):  # type: ignore[no-untyped-def]
+        def write(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            four = builder.insert_element(ir.Constant(vector, None), args[0], ir.IntType(32)(0))
+            return builder.extract_element(builder.fmul(four, twos), ir.IntType(32)(0))
+
+        return types.float32(types.float32), write
+
+    def double(x):  # type: ignore[no-untyped-def]
+        return doubled(x)
+
+    compiled = cached_njit(nogil=True)(double)
+    codegen = cpu_target.target_context.codegen()
+    signature = (types.float32,)
+    before = compiled._cache._name(signature, codegen)
+    assert compiled(np.float32(3)) == 6
+    assert compiled._cache._name(signature, codegen) == before

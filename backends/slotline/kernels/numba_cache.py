@@ -19,6 +19,7 @@ from typing import Any
 
 import llvmlite
 import numba
+from llvmlite import ir
 from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
@@ -102,6 +103,8 @@ def _code(value: Any) -> Any:
     numba gives intrinsics and compiled functions a random number in each process, so a function that is made with one
     is described by the Python function behind it.
     """
+    if isinstance(value, ir.Type | ir.Value):  # their use leaves traces in them
+        return type(value).__name__, str(value)
     function = getattr(value, "py_func", getattr(value, "_defn", value))
     if not inspect.isfunction(function):
         return dumps(value)
