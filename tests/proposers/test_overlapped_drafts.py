@@ -354,7 +354,7 @@ def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny
         assert share > 0.8  # where blocks are short, the last drafts see a hole
 
 
-@pytest.mark.spread(1)
+@pytest.mark.spread(0, slow=1)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
 def test_the_shipped_heads_draft_as_well_as_in_steps_that_do_not_overlap(kind: str) -> None:
     prompts = ["def main(", "import os\n", "class Foo(", "for i in range(", "try:\n"]

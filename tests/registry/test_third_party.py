@@ -153,10 +153,11 @@ def test_its_blocks_go_on_to_a_tier_of_ours(tmp_path: Path) -> None:
     assert events["disk_saved"] > 0
 
 
-_BY_PROCESSES = pytest.param(Kind.COMMUNICATOR, marks=pytest.mark.exhaustive)  # to L1 in .ci/third_party
+_LONG = {Kind.COMMUNICATOR: pytest.mark.exhaustive, Kind.ATTENTION: pytest.mark.slow}
+"""Kinds whose checks take long; `.ci/third_party` runs them to L1."""
 
 
-@pytest.mark.parametrize("kind", [_BY_PROCESSES if kind is Kind.COMMUNICATOR else kind for kind in PLUGINS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=_LONG.get(kind, ())) for kind in PLUGINS])
 def test_it_conforms(kind: Kind) -> None:
     attribute = PLUGINS[kind].removeprefix("acme_")
     records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL, only=in_small)

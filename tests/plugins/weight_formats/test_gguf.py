@@ -157,7 +157,7 @@ def parsed(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     gguf_files.write(plain, folder / "tiny.gguf", folder / "meant", "Q8_0")
     reader = GGUFReader(folder / "tiny.gguf")
     values = {key: field[0] if len(field := read_field(reader, key)) == 1 else field for key in reader.fields}
-    return values, AutoConfig.from_pretrained(folder, gguf_file="tiny.gguf")
+    return values, AutoConfig.from_pretrained(folder, gguf_file="tiny.gguf", trust_remote_code=False)
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in IGNORED.items() for value in values])
