@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ from typing import Any
 import pytest
 from attrs import evolve
 from cli_cases import tiny_checkpoint
+from repository import ROOT
 
 from slotline.cli import main
 from slotline.cli.bench_limits import Machine
 from slotline.cli.bench_peers import PeerError, PeerJob, check_same_model, check_same_text, run_peer
 from slotline.cli.bench_ratios import ratios, read_cells, save, slower
 from slotline.cli.bench_run import Run, Served, Wave
+from slotline.core.engine.engine import Engine
 from slotline.registry.errors import ConfigError
 
+STORED = ROOT / "benchmarks/results/cpu-ratios-epyc.json"
 FAST = [f"--set={key}" for key in ("cache.memory=16MiB", "attention.backend=torch", "scheduler.max_batched_tokens=128")]
 MACHINE = Machine(read_bytes_per_s=1e10, copy_bytes_per_s=1e10, flops_per_s=1e11, dtype="float32")
 
@@ -81,6 +86,20 @@ def test_a_file_keeps_one_cell_of_each_comparison(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ConfigError, match="has no ratios"):
         read_cells(file)
+
+
+def test_the_ratios_that_the_repository_keeps_can_be_checked_and_a_slower_engine_is_named() -> None:
+    cells = read_cells(STORED)
+    kept = {(cell["peer"], cell["workload"]) for cell in cells}
+    assert kept >= {(peer, work) for peer in ("transformers", "openvino") for work in ("decode1", "decode16")}
+    for cell in cells:
+        assert not cell["model"] or (ROOT / cell["model"] / "config.json").is_file()
+        assert slower(cell, cell, 0.05) == []
+        seconds = cell["figures"]["seconds"]
+        slow = {**seconds, "ours": 1.2 * seconds["ours"], "ratio": seconds["ratio"] / 1.2}
+        (line,) = slower(cell, {**cell, "figures": {**cell["figures"], "seconds": slow}}, 0.05)
+        assert line.startswith(f"{cell['workload']}, seconds: {slow['ratio']:.2f}x {cell['peer']}, kept ")
+        assert line.endswith("(-17%); ours +20%, theirs +0%")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -171,12 +190,16 @@ def test_a_comparison_is_printed_kept_and_checked(
         assert lines[label][-1].endswith("%")
         assert lines[label][-3].endswith("x")
 
-    kept = json.loads(file.read_text("utf-8"))
-    (cell,) = kept["cells"]
-    for key, figure in cell["figures"].items():
-        figure["ratio"] *= 1000 if key == "seconds" else 0.001
-    file.write_text(json.dumps(kept))
-    assert main(["bench", "--check", str(file), "--runs", "1"]) == 1
-    *_, title, line = capsys.readouterr().out.splitlines()
-    assert title == "slower, more than 5 % below what was kept:"
-    assert line.startswith("decode16, seconds: ")
+    step = Engine.step
+
+    def slow_step(engine: Engine) -> Any:
+        time.sleep(0.2)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", slow_step)  # a regression that is real
+    assert main(["bench", "--check", str(file), "--runs", "1", "--tolerance", "20"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "slower, more than 20 % below what was kept:" in lines
+    named = {line.split(": ")[0]: line for line in lines if "; ours +" in line}
+    assert {"decode16, seconds", "decode16, step_median", "decode16, ttft_median"} <= named.keys()
+    assert all(re.search(r"x transformers, kept .*; ours \+\d+%, theirs ", line) for line in named.values())

@@ -57,6 +57,7 @@ class PackedLinear(nn.Module):
         self.way = way
         self._plain = way.layout == "plain"
         self._own = self._plain or "panels" in way.kernels
+        self._few = [way.kernel(rows) for rows in range(dense_kernels.MOST_ROWS + 1)]
         self._placed: torch.Tensor | None = None  # the tensor whose address is known
         self._panels = 0
         self.register_buffer("packed", self.pack(weight), persistent=False)
@@ -111,7 +112,7 @@ class PackedLinear(nn.Module):
         weight, bias = self._buffers["packed"], self._parameters["bias"]
         rows = x.numel() // self.in_features
         if 0 < rows <= dense_kernels.MOST_ROWS and x.dtype == weight.dtype:  # type: ignore[union-attr]
-            kernel = self.way.kernel(rows)
+            kernel = self._few[rows]
             if kernel == "panels":
                 if self._placed is not weight:
                     self._placed, self._panels = weight, panel_kernels.address_of(weight)  # type: ignore[arg-type]
