@@ -158,10 +158,14 @@ class FamilyWorld:
 
     def ids(self, facts: ModelFacts, rng: Random, length: int) -> list[int]:
         """Return random token ids that are no placeholders."""
+        free = self.free_ids(facts)
+        return [rng.choice(free) for _ in range(length)]
+
+    def free_ids(self, facts: ModelFacts) -> list[int]:
+        """Return all token ids of texts that are no placeholders."""
         first, end = self.example.tokens or (0, facts.vocab_size)
         taken = {number for m in facts.modalities for number in (m.placeholder_token_id, m.prompt_token_id)}
-        free = [number for number in range(first, end) if number not in taken]
-        return [rng.choice(free) for _ in range(length)]
+        return [number for number in range(first, end) if number not in taken]
 
     def text(self, model: Any, rng: Random, length: int, *, item: int | None = None) -> Text:
         """Return a text of random tokens.
