@@ -8,21 +8,24 @@ of them at a time, and host memory all. First an engine without a connector does
 the model that ships, with one random weights of its configuration on a GPU. Prints the seconds of each round: the first
 one with the connector saves what the pool gives up, the later ones save and load.
 
-    python benchmarks/kv_connector.py --disk FOLDER [--prompts 12] [--length 1500]
+    python benchmarks/kv_connector.py --disk FOLDER [--readers threads] [--prompts 12] [--length 1500]
 
 With `--disk` the connector is `disk`, with files in a folder there. Prints the rate at which threads read these files,
 the rate at which the connector loads all blocks, and that of prompts one by one, each after the system has dropped what
-it had cached. Then the median step of a request that runs alone, and beside loads.
+it had cached. Then the median step of a request that runs alone, and beside loads, each of which is compared with the
+steps just before and behind it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import perf_counter, sleep, thread_time
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +37,18 @@ from slotline.registry.contracts import CacheBlock
 
 SHORT = "--prompts 2 --length 40 --pool 1"
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+class Step(NamedTuple):
+    """Seconds of a step.
+
+    Attributes:
+        wall: from its begin to its end.
+        work: of its thread on a processor.
+    """
+
+    wall: float
+    work: float
 
 
 def build(arguments: argparse.Namespace, settings: list[str]) -> LLM:
@@ -139,38 +154,70 @@ def load_together(llm: LLM, blocks: list[CacheBlock]) -> float:
     return perf_counter() - start
 
 
-def medians(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, int]:
-    """Median seconds of a step that decodes one request, alone and beside loads, and the number of the latter."""
+class Loads(NamedTuple):
+    """Steps of a request that decodes, beside loads.
+
+    Attributes:
+        alone, beside: median seconds of its steps, without loads and beside them.
+        ratio: median over all loads, of the median step beside it divided by that of the steps around it.
+        work: the same, with the time of the thread of the steps instead of all time.
+        steps: beside loads.
+        wait: median seconds that a load lasted.
+    """
+
+    alone: float
+    beside: float
+    ratio: float
+    work: float
+    steps: int
+    wait: float
+
+
+def beside_loads(llm: LLM, prompts: list[list[int]], files: list[Path], around: int = 12) -> Loads:
+    """Measure the steps of a request while the prompts' blocks are loaded, one after another."""
     engine, transfers = llm.engine, llm.engine.extension("kv_transfer").transfers
-    engine.add("runs", prompts[0][:16], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
-    alone, beside = list[float](), list[float]()
-
-    def step() -> float:
-        start = perf_counter()
-        engine.step()
-        return perf_counter() - start
-
-    for _ in range(8):
-        step()
-    for number in range(12):
-        alone += [step() for _ in range(4)]
+    alone, beside, ratios, waits = list[Step](), list[Step](), list[Step](), list[float]()
+    for number in range(2 * len(prompts)):
+        if number % 4 == 0:
+            engine.abort("runs")
+            engine.add("runs", prompts[0][:16], SamplingParams(temperature=0, max_tokens=1400, ignore_eos=True))
+            for _ in range(8):
+                engine.step()
+        drop_cached(files)
         engine.scheduler.cache.pool.reset()
+        before = [timed(engine.step) for _ in range(around)]
         engine.add(f"beside {number}", prompts[number % len(prompts)], ONE)
-        while True:
-            seconds = step()
-            if not transfers.coming:  # the request has begun to compute
-                break
-            beside.append(seconds)
+        engine.step()  # the prompt joins, which is no load
+        start, own = perf_counter(), list[Step]()
+        while transfers.coming:
+            own.append(timed(engine.step))
+        waits.append(perf_counter() - start)
         while len(engine.scheduler.running) > 1:
-            step()
+            engine.step()
+        engine.step()
+        before += [timed(engine.step) for _ in range(around)]
+        if own := own[:-1]:  # the last of them computes the prompt's end
+            ratios.append(Step(*(np.median(own, 0) / np.median(before, 0))))
+        alone += before
+        beside += own
     engine.abort("runs")
-    return float(np.median(alone)), float(np.median(beside)) if beside else 0.0, len(beside)
+    wall, work = np.median(ratios, 0)
+    without, with_loads = (float(np.median(own, 0)[0]) for own in (alone, beside))
+    return Loads(without, with_loads, float(wall), float(work), len(beside), float(np.median(waits)))
+
+
+def timed(step: Callable[[], Any]) -> Step:
+    """Run a step."""
+    start, work = perf_counter(), thread_time()
+    step()
+    return Step(perf_counter() - start, thread_time() - work)
 
 
 def measure_disk(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
     """Print the rates of the connector `disk` and of the disk, and what loads do to others' steps."""
     with TemporaryDirectory(dir=arguments.disk) as folder:
         settings = ["kv_connector.name=disk", f"kv_connector.disk.folder={folder}", "kv_connector.leave_out_slow=false"]
+        settings.append(f"kv_connector.disk.readers={arguments.readers}")
         llm = build(arguments, ["cache.memory=2GiB", "scheduler.max_requests=64", *settings])
         print(f"{llm.plan.summary()}; prompts of {arguments.length} tokens")
         serve(llm, prompts)
@@ -192,8 +239,12 @@ def measure_disk(arguments: argparse.Namespace, prompts: list[list[int]]) -> Non
                 f"{together / 2**20:.0f} MiB/s ({100 * together / ((raw + again) / 2):.0f} %), prompts one by one at "
                 f"{loaded / seconds / 2**20:.0f} MiB/s; {len(blocks)} blocks of {size // len(files)} bytes"
             )
-        alone, beside, number = medians(llm, prompts)
-        print(f"  median step of a request: {1e3 * alone:.2f} ms alone, {1e3 * beside:.2f} ms in {number} beside loads")
+        found = beside_loads(llm, prompts, files)
+        print(
+            f"  median step of a request: {1e3 * found.alone:.2f} ms alone, {1e3 * found.beside:.2f} ms in the "
+            f"{found.steps} steps beside loads of {1e3 * found.wait:.0f} ms;"
+        )
+        print(f"  {100 * found.ratio:.1f} % of those around a load, their thread's work {100 * found.work:.1f} %")
         print(f"  {dict(transfers.events())}")
 
 
@@ -205,6 +256,7 @@ def main() -> None:
     parser.add_argument("--length", type=positive, default=1500)
     parser.add_argument("--pool", type=positive, default=6)
     parser.add_argument("--disk", type=Path, metavar="FOLDER")
+    parser.add_argument("--readers", choices=("processes", "threads"), default="processes")
     arguments = parser.parse_args()
     if arguments.folder is not None or arguments.device != "cpu":
         require_gpus()

@@ -1,8 +1,8 @@
 """A slow load beside a running request: what each step takes, as a picture.
 
-    python benchmarks/kv_timeline.py [--delay 0.08] [--length 400] [--svg docs/kv-load.svg]
+    python benchmarks/kv_timeline.py [--delay 0.04] [--length 400] [--svg docs/kv-load.svg]
 
-The model that ships runs on the CPU, with the connector `disk`, whose reads are made to last `--delay` seconds each.
+The model that ships runs on the CPU, with the connector `disk`, which is made to get a block each `--delay` seconds.
 One request decodes. Then a prompt comes whose blocks are on the disk. Printed are the median and the longest step of
 the first request before the load, while it lasts, and while the prompt's end is computed. The picture has the steps,
 and the time at which each block was read.
@@ -11,11 +11,12 @@ and the time at which each block was read.
 from __future__ import annotations
 
 import argparse
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ def measure(delay: float, length: int, quiet: int, folder: str) -> Timeline:
     transfers.connector.flush(60.0)
     engine.scheduler.cache.pool.reset()
     reads = list[float]()
-    slow(transfers.connector._store, delay, lambda: reads.append(perf_counter()))
+    slow(transfers.connector, delay, lambda: reads.append(perf_counter()))
     engine.add("decodes", rng.integers(100, 4000, 16).tolist(), params_of(150))
     for _ in range(6):
         engine.step()
@@ -99,17 +100,19 @@ def params_of(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def slow(store: Any, delay: float, done: Callable[[], None]) -> None:
-    """Have each read of a store last so much longer."""
-    read = store.read
+def slow(connector: Any, delay: float, done: Callable[[], None]) -> None:
+    """Have a connector's readers tell of one block in so many seconds."""
+    poll, read, latest = connector._readers.poll, deque[Any](), [0.0]
 
-    def slowly(*arguments: Any) -> Any:
-        found = read(*arguments)
-        sleep(delay)
+    def slowly() -> list[Any]:
+        read.extend(poll())
+        if not read or perf_counter() < latest[0] + delay:
+            return []
+        latest[0] = perf_counter()
         done()
-        return found
+        return [read.popleft()]
 
-    store.read = slowly
+    connector._readers.poll = slowly
 
 
 def timed(step: Callable[[], Any], kind: str) -> Step:
@@ -165,7 +168,7 @@ def say(steps: Sequence[Step]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay", type=float, default=0.08, help="seconds that a read lasts longer")
+    parser.add_argument("--delay", type=float, default=0.04, help="seconds between two blocks")
     parser.add_argument("--length", type=positive, default=400, help="tokens of the prompt that comes")
     parser.add_argument("--quiet", type=positive, default=16, help="steps before it comes")
     parser.add_argument("--svg", type=Path, help="file of the picture")

@@ -19,11 +19,13 @@ from engine_driver import add, random_prompts, run_all
 from kv_tier_engines import PROMPTS, SHORT, SMALL, connector_of, events_of, on_disk, settled, texts
 from repository import ROOT
 
-from slotline.core import LLM, AsyncLLM
-from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES, read_block, write_block
+from slotline.core import LLM, AsyncLLM, SamplingParams
+from slotline.plugins.kv_connectors.disk.block_file import read_block, write_block
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER_BYTES
 from slotline.plugins.kv_connectors.disk.store import DiskStore
 from slotline.plugins.kv_connectors.stores.block_store import Counts, Fault, Key
 from slotline.plugins.kv_connectors.stores.codecs import Int8Codes
+from slotline.plugins.kv_connectors.stores.pace import Pace
 from slotline.registry.errors import CapacityError, ConfigError
 from slotline.server.metrics import Metrics
 
@@ -65,7 +67,7 @@ def test_blocks_survive_the_engine_and_belong_to_one_model(tiny: Tiny, want: lis
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
     assert weights.stat().st_size == size
     other = LLM(changed, **SMALL, **on_disk(tmp_path))
-    assert len({connector_of(one)._store._identity for one in (second, found, other)}) == 3
+    assert len({connector_of(one)._store.identity for one in (second, found, other)}) == 3
 
 
 def test_blocks_of_before_a_reset_are_found_by_nobody_who_has_other_weights(
@@ -120,7 +122,7 @@ def test_a_damaged_file_is_a_miss_counted_and_said_once(
     damage, event = DAMAGE[what]
     assert texts(disk)[0] == want
     before = events_of(disk).get(event, 0)
-    files = [one for one in block_files(disk_folder) if connector_of(disk)._store._identity in str(one)]
+    files = [one for one in block_files(disk_folder) if connector_of(disk)._store.identity in str(one)]
     for file in files[1:4]:
         damage(file)
     with caplog.at_level(logging.WARNING, "slotline"):
@@ -193,6 +195,109 @@ def test_a_read_that_hangs_gives_its_request_back(tiny: Tiny, want: list[list[in
     settled(llm)
     assert not llm.engine.extension("kv_transfer").held_blocks()
     assert texts(llm)[0] == want
+
+
+def test_threads_read_once_a_process_that_reads_has_ended(
+    tiny: Tiny, want: list[list[int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is killed with reads under way, and no token is lost."""
+    llm = LLM(tiny("llama"), **SMALL, **on_disk(tmp_path))
+    texts(llm)
+    assert texts(llm)[1] > 0
+    processes = connector_of(llm)._readers._processes
+    (process,) = [one._process for one in processes.values()]
+    assert process.poll() is None
+    process.send_signal(signal.SIGSTOP)
+    llm.engine.scheduler.cache.pool.reset()
+    waits = [add(llm, f"{i}", prompt, SHORT) for i, prompt in enumerate(PROMPTS[:2])]
+    for _ in range(4):
+        llm.engine.step()
+    assert connector_of(llm)._asked
+    process.kill()
+    run_all(llm)
+    assert [one.output_token_ids for one in waits] == want[:2]
+    assert waits[0].metrics.num_loaded_tokens == 32
+    assert events_of(llm)["no_reader"] == 1
+    assert "threads of this one read" in caplog.text
+    assert texts(llm)[0] == want
+    settled(llm)
+
+
+def test_processes_end_with_their_connector(tiny: Tiny, tmp_path: Path) -> None:
+    llm = LLM(tiny("llama"), **SMALL, **on_disk(tmp_path))
+    texts(llm, PROMPTS[:1])
+    assert texts(llm, PROMPTS[:1])[1] == 32
+    readers = connector_of(llm)._readers
+    (process,) = [one._process for one in readers._processes.values()]
+    readers._lose("is not needed any more", "a test")
+    assert process.poll() is not None
+    threads = LLM(tiny("llama"), **SMALL, **on_disk(tmp_path, readers="threads"))
+    assert texts(threads, PROMPTS[:1])[1] == 32
+    assert connector_of(threads)._readers is None
+
+
+def test_a_step_beside_loads_copies_no_more_than_its_part(disk: LLM, want: list[list[int]]) -> None:
+    """Beside a request that decodes, blocks are copied one by one, and their steps are those of the process beside."""
+    disk.engine.forget_prefixes()
+    texts(disk)
+    disk.engine.scheduler.cache.pool.reset()
+    connector, copied, number = connector_of(disk), list[int | None](), 0
+    copy_read = connector._copy_read
+
+    def noted(most: int | None) -> None:
+        copied.append(most)
+        copy_read(most)
+
+    connector._copy_read = noted
+    try:
+        waits = None
+        while waits is None or not waits.output_token_ids:
+            if not any(one.request_id.startswith("runs") for one in disk.engine.scheduler.running):
+                number += 1
+                add(disk, f"runs {number}", [7, 8, 9], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+            disk.engine.step()
+            waits = waits or add(disk, "waits", PROMPTS[0], SHORT)
+        run_all(disk)
+    finally:
+        del connector._copy_read
+    assert waits.output_token_ids == want[0]
+    assert waits.metrics.num_loaded_tokens == 32
+    assert set(copied) == {1}
+    assert True in connector._readers._processes
+    settled(disk)
+
+
+def test_loads_get_their_part_of_the_work_between_polls_and_owe_what_they_took_beyond() -> None:
+    def work(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    pace = Pace()
+    pace.begin(None)
+    assert not pace.beside
+    assert pace.is_left  # nobody runs
+    pace.end()
+    pace.launched()
+    work(0.02)
+    pace.begin(None)
+    assert pace.beside
+    assert pace.is_left
+    work(0.001)  # five times its part
+    assert not pace.is_left
+    pace.end()
+    pace.launched()
+    work(0.005)
+    pace.begin(None)
+    assert not pace.is_left
+    pace.end()
+    pace.launched()
+    work(0.005)
+    pace.begin(time.perf_counter() - 1000.0)  # an old load gets more
+    assert pace.is_left
+    pace.end()
+    pace.begin(None)
+    assert pace.is_left
 
 
 def test_no_more_blocks_are_under_way_than_allowed(tiny: Tiny, want: list[list[int]], tmp_path: Path) -> None:

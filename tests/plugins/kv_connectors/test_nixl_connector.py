@@ -16,13 +16,8 @@ import pytest
 from kv_tier_engines import PROMPTS, SHORT, SMALL, events_of, on_disk, settled, texts
 
 from slotline.core import LLM
-from slotline.plugins.kv_connectors.disk.block_file import (
-    HEADER_BYTES,
-    SYSTEM_CALLS,
-    Transport,
-    read_block,
-    write_block,
-)
+from slotline.plugins.kv_connectors.disk.block_file import SYSTEM_CALLS, Transport, read_block, write_block
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER_BYTES
 from slotline.plugins.kv_connectors.nixl import probe
 from slotline.plugins.kv_connectors.stores.block_store import Fault, Key
 from slotline.registry.descriptor import DeviceInfo

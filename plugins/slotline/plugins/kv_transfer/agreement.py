@@ -72,10 +72,10 @@ class Agreement:
 
     def ended(
         self, own: Sequence[bool], failed: Sequence[bool], late: Sequence[bool], *, slow: bool = False
-    ) -> tuple[Flags, Flags, Flags, bool]:
+    ) -> tuple[Sequence[bool], Sequence[bool], Sequence[bool], bool]:
         """Return which loads have ended on all ranks, which of those failed on any, and which others are late on any.
 
-        Each is [n] bool. The last value is whether the first rank finds the store slow.
+        Each has n. The last value is whether the first rank finds the store slow.
 
         Args:
             own: [n], those that have ended on this rank.
@@ -84,6 +84,11 @@ class Agreement:
             slow: whether this rank finds the store slow.
         """
         number = len(own)
+        if self.size == 1:  # in every step with loads: arrays would take longer than what they hold
+            lost_here = [bad and is_over for bad, is_over in zip(failed, own, strict=True)]
+            counts, lost_now = self.counts, sum(lost_here)
+            self.counts = counts._replace(lost=counts.lost + lost_now, failed=(counts.failed[0] + lost_now,))
+            return own, lost_here, [is_late and not o for is_late, o in zip(late, own, strict=True)], slow
         found = self._of_all([*own, *failed, *late, slow])
         done, failures, overdue = (found[:, first : first + number] for first in (0, number, 2 * number))
         ended: Flags = np.logical_and.reduce(done)
@@ -92,7 +97,7 @@ class Agreement:
         waiting: Flags = np.logical_or.reduce(overdue) & ~ended
         counts = self.counts
         self.counts = counts._replace(lost=counts.lost + int(lost.sum()), failed=_added(counts.failed, bad))
-        return ended, lost, waiting, bool(found[0, -1])
+        return ended.tolist(), lost.tolist(), waiting.tolist(), bool(found[0, -1])
 
     def everywhere(self, own: Sequence[bool]) -> Flags:
         """Return what is true of all ranks, [n] bool.

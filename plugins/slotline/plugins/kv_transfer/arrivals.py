@@ -104,8 +104,8 @@ class AsyncKVTransfer(KVTransfer):
 
     def limit_tokens(self, rows: Int, counts: Int) -> Int:
         """Leave requests that wait without tokens."""
-        waiting = [*self._waiting, *(() if self._items is None else self._items.waiting)]
-        return np.where(np.isin(rows, waiting), 0, counts) if waiting else counts
+        waiting = {*self._waiting, *(() if self._items is None else self._items.waiting)}
+        return np.where([row in waiting for row in rows.tolist()], 0, counts) if waiting else counts
 
     def requeue(self) -> list[Request]:
         """Ask what has arrived. Return the requests that have a block whose load failed."""
@@ -212,6 +212,8 @@ class AsyncKVTransfer(KVTransfer):
         if not self.transfers.reserved:
             return
         ended = self.transfers.poll()
+        if not any(ended):
+            return
         self._pool.drop([*ended.lost, *ended.late])
         self._lost |= self._tokens_before({one.block for one in (*ended.lost, *ended.late)})
         over = [*ended.done, *ended.free]
@@ -220,7 +222,7 @@ class AsyncKVTransfer(KVTransfer):
             self._states.ended(over)
         self._pool.release([one.block for one in over if one.block < self._pool.num_blocks])
         blocks = [one.block for one in (*ended.done, *ended.late)]
-        for row, left in list(self._waiting.items()) if blocks else ():
+        for row, left in list(self._waiting.items()):
             left.difference_update(blocks)
             if not left:
                 del self._waiting[row]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, cast
 
 from attrs import define, field
@@ -326,7 +327,7 @@ class AsyncTransfers(Transfers):
     @property
     def reserved(self) -> AbstractSet[int]:
         """Return the blocks that the connector may still write."""
-        return self._unsure.keys() | self._late.keys()
+        return self._unsure.keys() | self._late.keys() if self._late else self._unsure.keys()
 
     @property
     def saving(self) -> Mapping[int, CacheBlock]:
@@ -392,8 +393,9 @@ class AsyncTransfers(Transfers):
             self._discard()
             self._failed |= self.reserved
         found = self._agreed()
-        self._arrived &= self.reserved
-        self._failed &= self.reserved
+        if self._arrived or self._failed:
+            self._arrived &= self.reserved
+            self._failed &= self.reserved
         self.speed.loads_under_way(self.tokens_of(found.done), more=bool(self._unsure))
         return found
 
@@ -423,13 +425,15 @@ class AsyncTransfers(Transfers):
 
     def _agreed(self) -> Ended:
         """Return what all ranks know of the loads under way."""
-        every, failed, oldest = {**self._unsure, **self._late}, self._failed, time.monotonic() - self.timeout
+        failed, oldest = self._failed, time.monotonic() - self.timeout
+        every, found = self._noted(oldest), Ended([], [], [], [])
+        if not every and self.agreement.size == 1 and not self.speed.is_slow:
+            return found
         done = [b in self._arrived or b in failed or one.group in self.elsewhere for b, one in every.items()]
         late = [block in self._unsure and self._begun.get(block, oldest) < oldest for block in every]
         lost = [block in failed for block in every]
         ended, bad, overdue, slow = self.agreement.ended(done, lost, late, slow=self.speed.is_slow)
         self._judge(slow=slow)
-        found = Ended([], [], [], [])
         for one, is_over, is_bad, is_late in zip(every.values(), ended, bad, overdue, strict=True):
             if is_over:
                 known = self._unsure.pop(one.block, None) is not None
@@ -446,6 +450,17 @@ class AsyncTransfers(Transfers):
             text = "%s has not ended %d loads after %g s: they are computed, and it is not asked until they have ended"
             logger.warning(text, self.name, len(found.late), self.timeout)
         return found
+
+    def _noted(self, oldest: float) -> dict[int, CacheBlock]:
+        """Return the loads under way, by block: of a rank alone those that have ended or were started before `oldest`.
+
+        Others change nothing then, and a step beside many loads would look at all of them.
+        """
+        every = {**self._unsure, **self._late} if self._late else self._unsure
+        if self.agreement.size > 1 or self.elsewhere:
+            return dict(every)
+        blocks = [*(self._arrived | self._failed), *takewhile(lambda one: self._begun[one] < oldest, self._begun)]
+        return {block: every[block] for block in blocks if block in every}
 
     def _not_started(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         """Take note of transfers that the connector could not start. Nothing reads the blocks of these saves."""

@@ -13,8 +13,8 @@ from slotline.registry.descriptor import Descriptor, Kind
 
 
 @frozen(kw_only=True)
-class DiskOptions(StagedOptions):
-    """Options of the plugin, in `[kv_connector.disk]`."""
+class FileOptions(StagedOptions):
+    """Options of connectors whose blocks are files."""
 
     folder: str = field(
         default="",
@@ -35,7 +35,21 @@ class DiskOptions(StagedOptions):
             "tears is found by its checksum; 'file' waits for the disk before a file gets its name"
         },
     )
-    threads: int = field(default=4, validator=positive, metadata={"doc": "threads that read"})
+    threads: int = field(default=4, validator=positive, metadata={"doc": "threads that read, where threads do"})
+
+
+@frozen(kw_only=True)
+class DiskOptions(FileOptions):
+    """Options of the plugin, in `[kv_connector.disk]`."""
+
+    readers: Literal["processes", "threads"] = field(
+        default="processes",
+        metadata={
+            "doc": "who reads files: 'processes' of their own, which take what steps leave of the processors, or "
+            "'threads' of this one, which steps wait for. Threads read eight-bit codes in any case, and where the "
+            "system has no `memfd_create`"
+        },
+    )
 
 
 descriptor = Descriptor(

@@ -18,18 +18,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
 import zlib
 from pathlib import Path
 from threading import get_ident
 from typing import Protocol
 
+from slotline.plugins.kv_connectors.disk import file_reader
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER, HEADER_BYTES, MAGIC, VERSION, read_into
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Fault, Key
-
-VERSION = 1
-MAGIC = b"SLOTKVB\0"
-HEADER_BYTES = 192
-_HEADER = struct.Struct("<8sIIQQ32s32s96x")
 
 
 class Transport(Protocol):
@@ -62,13 +58,7 @@ class SystemCalls(Transport):
 
     def get(self, handle: int, header: bytearray, data: Bytes) -> tuple[int, int]:
         size = os.fstat(handle).st_size
-        got = os.preadv(handle, [header, data.data], 0)
-        while HEADER_BYTES <= got < min(size, HEADER_BYTES + len(data)):
-            more = os.preadv(handle, [data.data[got - HEADER_BYTES :]], got)
-            if not more:
-                break
-            got += more
-        return got, size
+        return read_into(handle, header, data.data, size), size
 
 
 SYSTEM_CALLS = SystemCalls()
@@ -79,8 +69,7 @@ def header_of(key: Key, identity: str, data: Bytes) -> bytes:
     """Return the header of a block's file."""
 
     def packed(checksum: int) -> bytes:
-        facts = (len(data), key.group, _sha(identity.encode()), _sha(key.block_hash))
-        return _HEADER.pack(MAGIC, VERSION, checksum, *facts)
+        return HEADER.pack(MAGIC, VERSION, checksum, len(data), *named(key, identity))
 
     return packed(zlib.crc32(data.data, zlib.crc32(packed(0))))
 
@@ -132,23 +121,15 @@ def read_block(
     return fault_of(bytes(header), got, size, key, identity, data)
 
 
+def named(key: Key, identity: str) -> tuple[int, bytes, bytes]:
+    """Return what a block's file must say: cache group, SHA-256 of the identity and of the block's hash."""
+    return key.group, _sha(identity.encode()), _sha(key.block_hash)
+
+
 def fault_of(header: bytes, got: int, size: int, key: Key, identity: str, data: Bytes) -> Fault | None:
     """Return what is wrong with a file of `size` bytes, of which `got` were read."""
-    if got < HEADER_BYTES:
-        return Fault.TRUNCATED
-    magic, version, checksum, length, group, owner, name = _HEADER.unpack(header)
-    if magic != MAGIC:
-        return Fault.FOREIGN
-    if version != VERSION:
-        return Fault.VERSION
-    if (group, owner, name, length) != (key.group, _sha(identity.encode()), _sha(key.block_hash), len(data)):
-        return Fault.FOREIGN
-    if size < HEADER_BYTES + len(data):
-        return Fault.TRUNCATED
-    blank = header[:12] + bytes(4) + header[16:]
-    if size != got or zlib.crc32(data.data, zlib.crc32(blank)) != checksum:
-        return Fault.CORRUPT
-    return None
+    fault = file_reader.fault_of(header, got, size, named(key, identity), data.data)
+    return Fault(fault) if fault else None
 
 
 def _sha(data: bytes) -> bytes:

@@ -14,19 +14,15 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 from attrs import frozen
 
-from slotline.plugins.kv_connectors.disk.block_file import (
-    HEADER_BYTES,
-    SYSTEM_CALLS,
-    VERSION,
-    Transport,
-    read_block,
-    write_block,
-)
+from slotline.plugins.kv_connectors.disk.block_file import SYSTEM_CALLS, Transport, read_block, write_block
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER_BYTES, VERSION, note_use
+from slotline.plugins.kv_connectors.disk.read_processes import ReadProcesses
 from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Counts, Fault, Key
 from slotline.plugins.kv_connectors.stores.codecs import codec_of, identity_of
@@ -40,8 +36,6 @@ SCAN_SECONDS = 10.0
 """Time between two looks at the folder."""
 FULL_SECONDS = 30.0
 """Time without saves after the disk was full."""
-USED_SECONDS = 60.0
-"""Age of a file's time of last use from which on a use is noted in the file. Each note is a write."""
 OLD_SECONDS = 3600.0
 """Age at which unfinished files of any process are removed."""
 _NAME = re.compile(r"\d+-[0-9a-f]*")
@@ -55,16 +49,20 @@ def build_disk(context: KVConnectorContext) -> StagedConnector:
         CapacityError: if the size does not hold one block.
         ConfigError: if the folder cannot be used, or the codec does not know the caches.
     """
-    return build_files(context, "kv_connector.disk", SYSTEM_CALLS)
+    processes = context.options.readers == "processes" and hasattr(os, "memfd_create")
+    return build_files(context, "kv_connector.disk", SYSTEM_CALLS, processes=processes)
 
 
-def build_files(context: KVConnectorContext, table: str, transport: Transport) -> StagedConnector:
+def build_files(
+    context: KVConnectorContext, table: str, transport: Transport, *, processes: bool = False
+) -> StagedConnector:
     """Build a connector whose blocks are files.
 
     Args:
         context: of the connector.
-        table: of its options, which are those of `DiskOptions` at least.
+        table: of its options, which are those of `FileOptions` at least.
         transport: moves the bytes of files.
+        processes: whether processes read files, where the codec keeps the bytes of blocks.
 
     Raises:
         CapacityError: if the size does not hold one block.
@@ -82,7 +80,11 @@ def build_files(context: KVConnectorContext, table: str, transport: Transport) -
         transport=transport,
         table=table,
     )
-    return StagedConnector(context, store, codec, counts, options.staging, options.threads, f"{table}.staging")
+    readers = None
+    if processes and codec.sizes == [group.block_bytes for group in context.groups]:
+        readers = partial(ReadProcesses, store, counts=counts)
+    what = f"{table}.staging"
+    return StagedConnector(context, store, codec, counts, options.staging, options.threads, what, readers)
 
 
 @frozen
@@ -107,6 +109,10 @@ class DiskStore:
         fsync: see `write_block`.
         transport: moves the bytes.
         table: of the options, for errors.
+
+    Attributes:
+        root: folder of all models' files.
+        identity: of the blocks, another one after a reset.
     """
 
     def __init__(
@@ -121,7 +127,7 @@ class DiskStore:
         transport: Transport = SYSTEM_CALLS,
         table: str = "kv_connector.disk",
     ) -> None:
-        self._identity = identity
+        self.identity = identity
         self._sizes = [HEADER_BYTES + size for size in sizes]
         self._limit, self._counts = size_in_bytes(limit), counts
         self._fsync, self._transport = fsync, transport
@@ -132,10 +138,10 @@ class DiskStore:
             )
         try:
             place = Path(folder) if folder else cache_folder() / "kv-blocks"
-            self._root = place / f"v{VERSION}"
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._root / identity).mkdir(mode=0o700, exist_ok=True)
-            found = _scan(self._root)
+            self.root = place / f"v{VERSION}"
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.root / identity).mkdir(mode=0o700, exist_ok=True)
+            found = _scan(self.root)
         except OSError as error:
             raise ConfigError(
                 f"{table}.folder = {folder!r} cannot be used: {error}",
@@ -151,24 +157,24 @@ class DiskStore:
         self._full_until = 0.0
 
     def held(self, keys: Sequence[Key]) -> list[bool]:
-        return [self._name(key) in self._files for key in keys]
+        return [self.name(key) in self._files for key in keys]
 
     def used(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            if (name := self._name(key)) in self._files:
+            if (name := self.name(key)) in self._files:
                 self._files.move_to_end(name)
 
     def reserve(self, keys: Sequence[Key], busy: Collection[Key]) -> list[Ticket | None]:
         if time.monotonic() < self._full_until:
             self._counts.add("skipped_full", len(keys))
             return [None] * len(keys)
-        kept = {self._name(key) for key in busy}
+        kept = {self.name(key) for key in busy}
         return [self._reserve(key, kept) for key in keys]
 
     def write(self, ticket: Ticket, data: Bytes) -> bool:
         for name in ticket.gone:
-            (self._root / name).unlink(missing_ok=True)
-        path = self._root / ticket.name
+            (self.root / name).unlink(missing_ok=True)
+        path = self.root / ticket.name
         try:
             try:
                 self._write(path, ticket, data)
@@ -193,19 +199,28 @@ class DiskStore:
             self._total -= size
 
     def read(self, key: Key, data: Bytes) -> Fault | None:
-        path = self._root / self._name(key)
-        fault = read_block(path, key, self._identity, data, transport=self._transport)
+        name = self.name(key)
+        path = self.root / name
+        fault = read_block(path, key, self.identity, data, transport=self._transport)
         if fault is None:
-            if time.time() - path.stat().st_mtime > USED_SECONDS:
-                os.utime(path)
+            note_use(str(path), path.stat().st_mtime)
         else:
-            text = "%s is no good (%s): it counts as not held, and is removed"
-            self._counts.fault(fault.value, text, path, fault.value)
-            path.unlink(missing_ok=True)
+            self.found_fault(name, fault)
         return fault
 
+    def found_fault(self, name: str, fault: Fault) -> None:
+        """Remove a file that is no good. Any thread may call it."""
+        path = self.root / name
+        text = "%s is no good (%s): it counts as not held, and is removed"
+        self._counts.fault(fault.value, text, path, fault.value)
+        path.unlink(missing_ok=True)
+
+    def name(self, key: Key) -> str:
+        """Return the place of a block's file in the folder of all models."""
+        return f"{self.identity}/{key.group}-{key.block_hash.hex()}"
+
     def lost(self, key: Key) -> None:
-        self._drop(self._name(key))
+        self._drop(self.name(key))
 
     def refresh(self) -> None:
         self._scans.poll()
@@ -213,21 +228,18 @@ class DiskStore:
             self._next_scan = float("inf")
             self._recent.clear()
             self._dropped.clear()
-            self._scans.submit("scan", lambda: _scan(self._root), self._compare)
+            self._scans.submit("scan", lambda: _scan(self.root), self._compare)
 
     def reset(self) -> None:
         """Keep later blocks in a folder of their own, because other processes may still have the old weights."""
-        self._identity = f"{self._identity[:64]}-{uuid4().hex}"
+        self.identity = f"{self.identity[:64]}-{uuid4().hex}"
 
     def _write(self, path: Path, ticket: Ticket, data: Bytes) -> None:
         write_block(path, ticket.key, ticket.identity, data, fsync=self._fsync, transport=self._transport)
 
-    def _name(self, key: Key) -> str:
-        return f"{self._identity}/{key.group}-{key.block_hash.hex()}"
-
     def _reserve(self, key: Key, kept: Collection[str]) -> Ticket | None:
         """Return the ticket of a block, None if there is no room for it."""
-        name, size, gone = self._name(key), self._sizes[key.group], list[str]()
+        name, size, gone = self.name(key), self._sizes[key.group], list[str]()
         if name in self._writing:  # of before a reset
             return None
         while self._total + size > self._limit:
@@ -240,7 +252,7 @@ class DiskStore:
         self._counts.add("evicted", len(gone))
         self._writing[name] = size
         self._total += size
-        return Ticket(key, name, self._identity, tuple(gone))
+        return Ticket(key, name, self.identity, tuple(gone))
 
     def _drop(self, name: str) -> None:
         self._total -= self._files.pop(name, 0)

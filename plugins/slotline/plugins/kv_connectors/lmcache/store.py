@@ -16,7 +16,8 @@ from uuid import uuid4
 
 from attrs import frozen
 
-from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES, fault_of, header_of
+from slotline.plugins.kv_connectors.disk.block_file import fault_of, header_of
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER_BYTES
 from slotline.plugins.kv_connectors.lmcache.remote import Remote
 from slotline.plugins.kv_connectors.stores.background import Background
 from slotline.plugins.kv_connectors.stores.block_store import Bytes, Counts, Fault, Key

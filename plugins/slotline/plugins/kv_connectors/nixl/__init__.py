@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from slotline.plugins.kv_connectors.disk import DiskOptions
+from slotline.plugins.kv_connectors.disk import FileOptions
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.kv_connector import KVConnectorCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -21,7 +21,7 @@ def probe(device: DeviceInfo) -> Any:
 
 
 @frozen(kw_only=True)
-class NixlOptions(DiskOptions):
+class NixlOptions(FileOptions):
     """Options of the plugin, in `[kv_connector.nixl]`."""
 
     api: Literal["auto", "uring", "aio", "posix_aio"] = field(

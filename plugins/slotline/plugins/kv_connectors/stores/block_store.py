@@ -37,6 +37,49 @@ class Fault(Enum):
     UNREADABLE = "unreadable"
 
 
+Read = Fault | Exception | None
+"""End of a read: None if it went well."""
+
+
+class Place(NamedTuple):
+    """Place of a block in shared memory.
+
+    Attributes:
+        offset: of its first byte.
+        size: in bytes.
+    """
+
+    offset: int
+    size: int
+
+
+class RowReaders(Protocol):
+    """What reads blocks into rows of memory that processes share. Only the engine's thread calls it.
+
+    Attributes:
+        works: whether it reads what it is asked for from now on.
+    """
+
+    works: bool
+
+    def ask(self, places: Sequence[tuple[int, Key, Place]], *, beside: bool) -> None:
+        """Have blocks read into their places.
+
+        Args:
+            places: each with a number that names it.
+            beside: whether steps of others run meanwhile, which shall not become longer.
+        """
+        ...
+
+    def poll(self) -> list[tuple[int, Read]]:
+        """Return the numbers of the reads that have ended since the last call, and how they ended."""
+        ...
+
+    def lost(self) -> list[int]:
+        """Return the numbers of what will not be read any more, each once. Nobody writes to their rows."""
+        ...
+
+
 class BlockStore(Protocol):
     """Store of blocks by their keys.
 

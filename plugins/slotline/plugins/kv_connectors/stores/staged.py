@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, count
+from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,17 +15,29 @@ import torch
 from attrs import define, field
 
 from slotline.plugins.kv_connectors.stores.background import Background
-from slotline.plugins.kv_connectors.stores.block_store import BlockStore, Bytes, Counts, Fault, Key
+from slotline.plugins.kv_connectors.stores.block_store import (
+    BlockStore,
+    Bytes,
+    Counts,
+    Fault,
+    Key,
+    Place,
+    Read,
+    RowReaders,
+)
 from slotline.plugins.kv_connectors.stores.codecs import Codec
 from slotline.plugins.kv_connectors.stores.copies import Copies, Done, devices_of
+from slotline.plugins.kv_connectors.stores.pace import Pace
+from slotline.plugins.kv_connectors.stores.rows import Rows, SharedBytes, place_of
 from slotline.plugins.kv_connectors.stores.size_classes import size_classes
 from slotline.registry.config import size_in_bytes
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorContext
-from slotline.registry.errors import CapacityError
 
 _T = TypeVar("_T")
 POLL_BYTES = 16 * 2**20
-"""Bytes that one poll copies into the caches at most, so that no step waits for more."""
+"""Bytes that one poll copies into the caches at most, and that readers are asked for at a time."""
+BESIDE_BYTES = 2 * 2**20
+"""Bytes that readers are asked for at a time at most while steps run that wait for copies."""
 JOB_BYTES = 2**20
 """Bytes that one job of a thread reads at most, unless a block is larger. A job costs more than a small file."""
 COPY_SECONDS = 0.0005
@@ -44,9 +58,17 @@ class _Save:
 
 @define(eq=False)
 class _Load:
-    """Load under way."""
+    """Load under way.
+
+    Attributes:
+        block: that is loaded.
+        begun: when (`perf_counter`).
+        row: that it is read into.
+        given_up: whether nobody waits for it.
+    """
 
     block: CacheBlock
+    begun: float
     row: torch.Tensor | None = None
     given_up: bool = field(default=False)
 
@@ -56,42 +78,19 @@ class _Load:
         return Key(self.block.group, self.block.block_hash)
 
 
-class Rows:
-    """Rows of host memory, [count, size] uint8, pinned where the device is a GPU.
-
-    Raises CapacityError if the memory cannot be had.
-    """
-
-    def __init__(self, num_bytes: int, size: int, *, pinned: bool, what: str) -> None:
-        try:
-            rows = torch.empty((max(1, num_bytes // size), size), dtype=torch.uint8, pin_memory=pinned)
-        except RuntimeError as error:
-            raise CapacityError(f"{what} cannot be had: {error}", fix="lower it") from error
-        self._rows, self._fresh = rows, iter(range(len(rows)))
-        self._free = list[torch.Tensor]()  # of those that have been taken before
-
-    def take(self) -> torch.Tensor | None:
-        """Return a free row, None if there is none."""
-        if self._free:
-            return self._free.pop()
-        return None if (number := next(self._fresh, None)) is None else self._rows[number]
-
-    def give_back(self, rows: Iterable[torch.Tensor]) -> None:
-        """Take rows back."""
-        self._free += rows
-
-
 @define(eq=False)
 class _Staging:
     """Rows of blocks of about the same size.
 
     Attributes:
         saves, loads: the rows of each.
+        size: bytes of a row.
         wanted: loads without a row.
     """
 
     saves: Rows
     loads: Rows
+    size: int
     wanted: deque[_Load] = field(factory=deque)
 
 
@@ -111,6 +110,7 @@ class StagedConnector:
         staging: size of all staging rows, as in the configuration.
         threads: number of threads that read.
         what: key of `staging` in the configuration.
+        readers: makes what reads blocks into rows, from the handle of their memory. None if threads read.
     """
 
     def __init__(
@@ -122,17 +122,28 @@ class StagedConnector:
         staging: str,
         threads: int,
         what: str,
+        readers: Callable[[int], RowReaders] | None = None,
     ) -> None:
         self._groups, self._store, self._counts = context.groups, store, counts
         self._codec = codec
         devices, classes = devices_of(context), size_classes(context.groups)
         self._copy = Copies(context.copy, devices)
-        rows = partial(Rows, pinned=bool(devices), what=f"{what} = {staging!r}")
-        room = size_in_bytes(staging) // len(classes)
+        pinned, what = bool(devices), f"{what} = {staging!r}"
+        room, sizes = size_in_bytes(staging) // len(classes), [group.block_bytes for group in context.groups]
+        widths = [max(sizes[group] for group in own) for own in classes]
+        ends = list(accumulate(max(room // 4, width) for width in widths))
+        shared = None if readers is None else SharedBytes(ends[-1], pinned=pinned, what=what)
         self._staging = dict[int, _Staging]()  # by group
-        for own in classes:
-            size = max(context.groups[group].block_bytes for group in own)
-            self._staging |= dict.fromkeys(own, _Staging(rows(room * 3 // 4, size), rows(room // 4, size)))
+        for own, width, end in zip(classes, widths, ends, strict=True):
+            memory = None if shared is None else shared.data[end - max(room // 4, width) : end]
+            saves = Rows(room * 3 // 4, width, pinned=pinned, what=what)
+            loads = Rows(room // 4, width, pinned=pinned, what=what, memory=memory)
+            self._staging |= dict.fromkeys(own, _Staging(saves, loads, width))
+        self._shared = shared
+        self._readers = None if readers is None or shared is None else readers(shared.handle)
+        self._asked: dict[int, _Load] = {}  # by number, what readers were asked for
+        self._numbers = count()
+        self._pace = None if devices else Pace()  # on GPUs copies take place beside the steps
         self._background, self._threads = Background({"write": 1, "read": threads}), threads
         self._pending: dict[Key, _Save] = {}
         self._loads: dict[int, _Load] = {}  # by block, under way or wanted
@@ -148,7 +159,10 @@ class StagedConnector:
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         self._background.poll()
-        begun = [_Load(one) for one in loads]
+        now = perf_counter()
+        begun = [_Load(one, now) for one in loads]
+        if begun and not self._loads and self._pace is not None:
+            self._pace.restart()
         self._loads |= {one.block.block: one for one in begun}
         try:
             self._store.used([one.key for one in reversed(begun)])  # prefixes begin with the first, of most use
@@ -158,7 +172,8 @@ class StagedConnector:
             for one in begun:
                 if one.key not in self._pending:
                     self._staging[one.block.group].wanted.append(one)
-            self._dispatch()
+            if self._readers is None:
+                self._dispatch()
         except BaseException:  # all loads count as failed then: none may be copied later
             for one in begun:
                 one.given_up = True
@@ -167,13 +182,22 @@ class StagedConnector:
             raise
 
     def wait(self) -> None:
-        """Do nothing, because blocks to be saved are read in the stream, before the forward pass."""
+        """Take note of a forward pass. Blocks to be saved are read in the stream, before it."""
+        if self._pace is not None:
+            self._pace.launched()
 
     def arrived(self) -> Collection[int]:
         self._background.poll()
         self._store.refresh()
-        self._copy_read(POLL_BYTES)
-        self._dispatch()
+        if self._pace is None:
+            self._go_on(POLL_BYTES)
+        else:
+            self._pace.begin(next((one.begun for one in self._loads.values()), None))
+            if not self._pace.beside:
+                self._go_on(POLL_BYTES)
+            elif self._pace.is_left:
+                self._go_on_beside(self._pace)
+            self._pace.end()
         arrived, self._arrived = self._arrived, set()
         return arrived
 
@@ -184,10 +208,9 @@ class StagedConnector:
     def finish(self) -> None:
         latest = time.monotonic() + FINISH_SECONDS
         while self._loads and time.monotonic() < latest:
-            self._copy_read(None)
-            self._dispatch()
+            self._go_on(None)
             if self._loads:
-                self._background.poll(wait=0.0005 if self._copying else 0.05)
+                self._background.poll(wait=0.0005 if self._copying or self._asked else 0.05)
         for one in list(self._loads.values()):
             one.given_up = True
             self._counts.fault("given_up", "a load has not ended after %g s", FINISH_SECONDS)
@@ -249,30 +272,86 @@ class StagedConnector:
             del self._pending[save.key]
         self._staging[save.key.group].saves.give_back([save.row])
 
+    def _go_on(self, most: int | None) -> None:
+        """Go on with all loads: copy `most` bytes of what was read, or all, and have more read."""
+        self._poll_readers()
+        self._copy_read(most)
+        self._dispatch()
+
+    def _go_on_beside(self, pace: Pace) -> None:
+        """Go on with loads while others run, as long as the pace lets them."""
+        if not self._read:
+            self._poll_readers()
+        while self._read and pace.is_left:
+            self._copy_read(1)
+        if pace.is_left:
+            self._dispatch()
+
+    def _poll_readers(self) -> None:
+        """Take note of what readers have read."""
+        if self._readers is None or not self._asked:
+            return
+        for number, result in self._readers.poll():
+            self._ended_one(self._asked.pop(number), result)
+        for number in self._readers.lost():
+            one = self._asked.pop(number)
+            self._give_back([one])
+            self._staging[one.block.group].wanted.append(one)
+        if not self._readers.works:
+            self._readers = None
+
     def _dispatch(self) -> None:
-        """Have wanted blocks read, as far as there are rows for them: a few small ones by one job of a thread."""
+        """Have wanted blocks read, as far as there are rows for them."""
+        if self._readers is not None:
+            self._ask(self._readers)
+            return
         for staging in dict.fromkeys(self._staging.values()):
-            begun, works, size = list[_Load](), list[Callable[[], Fault | None]](), 1
-            while staging.wanted and (row := staging.loads.take()) is not None:
-                one = staging.wanted.popleft()
-                if one.given_up:
-                    staging.loads.give_back([row])
-                    continue
-                one.row, size = row, len(row)
-                data = row[: self._groups[one.block.group].block_bytes].numpy()
-                begun.append(one)
-                works.append(partial(_read, self._store, one.key, data, self._codec))
-            count = max(1, min(JOB_BYTES // size, len(begun) // (2 * self._threads)))
+            begun = list(self._with_rows(staging))
+            works = [partial(_read, self._store, one.key, self._data(one), self._codec) for one in begun]
+            count = max(1, min(JOB_BYTES // staging.size, len(begun) // (2 * self._threads)))  # small ones by one job
             for first in range(0, len(begun), count):
                 own = slice(first, first + count)
                 self._background.submit("read", partial(_all, works[own]), partial(self._ended, begun[own]))
 
-    def _ended(self, loads: Sequence[_Load], results: Sequence[Fault | Exception | None]) -> None:
+    def _ask(self, readers: RowReaders) -> None:
+        """Have readers read wanted blocks, unless enough was asked for that the caches do not have."""
+        beside = self._pace is not None and self._pace.beside
+        for staging in [one for one in dict.fromkeys(self._staging.values()) if one.wanted]:
+            most = (BESIDE_BYTES if beside else POLL_BYTES) // staging.size or 1
+            if 2 * staging.loads.taken > most:
+                continue
+            places = list[tuple[int, Key, Place]]()
+            for one in self._with_rows(staging, most - staging.loads.taken):
+                number = next(self._numbers)
+                self._asked[number] = one
+                assert one.row is not None
+                places.append((number, one.key, place_of(one.row, self._groups[one.block.group].block_bytes)))
+            if places:
+                readers.ask(places, beside=beside)
+
+    def _with_rows(self, staging: _Staging, most: int | None = None) -> Iterator[_Load]:
+        """Give wanted blocks their rows, as far as there are any: `most` blocks, or all."""
+        number = 0
+        while staging.wanted and (most is None or number < most) and (row := staging.loads.take()) is not None:
+            one = staging.wanted.popleft()
+            if one.given_up:
+                staging.loads.give_back([row])
+                continue
+            one.row = row
+            number += 1
+            yield one
+
+    def _data(self, load: _Load) -> Bytes:
+        """Return the bytes of a load's row, [block_bytes]."""
+        assert load.row is not None
+        return load.row[: self._groups[load.block.group].block_bytes].numpy()
+
+    def _ended(self, loads: Sequence[_Load], results: Sequence[Read]) -> None:
         """Take note of reads that have ended."""
         for load, result in zip(loads, results, strict=True):
             self._ended_one(load, result)
 
-    def _ended_one(self, load: _Load, result: Fault | Exception | None) -> None:
+    def _ended_one(self, load: _Load, result: Read) -> None:
         """Take note of a read that has ended."""
         if result is None and not load.given_up:
             self._read.append(load)
@@ -346,9 +425,9 @@ def _write(store: BlockStore, save: _Save, data: Bytes, codec: Codec, counts: Co
     return store.write(save.ticket, stored)
 
 
-def _all(works: Sequence[Callable[[], Fault | None]]) -> list[Fault | Exception | None]:
+def _all(works: Sequence[Callable[[], Fault | None]]) -> list[Read]:
     """Do all of some reads. Return what each returned, or its exception."""
-    found = list[Fault | Exception | None]()
+    found = list[Read]()
     for work in works:
         try:
             found.append(work())
