@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_driver import add, random_prompts, run_all
 from kv_tier_engines import PROMPTS, SHORT, SMALL, connector_of, events_of, in_tiers, settled, texts
 from repository import SUPPORT
 
-from slotline.core import LLM
+from slotline.core import LLM, SamplingParams
 from slotline.plugins.kv_connectors.host_memory import HostMemoryOptions
 from slotline.plugins.kv_connectors.host_memory.memory import HostMemory
 from slotline.plugins.kv_connectors.stores.block_store import Key
@@ -136,6 +137,68 @@ def test_a_step_begins_a_part_of_the_loads_of_a_tier_in_memory(
     assert sum(loaded) > 40
     assert max(at_once) == 1
     assert sum(at_once) > 4
+    settled(llm)
+
+
+def test_beside_a_request_that_decodes_blocks_of_a_tier_in_memory_come_one_by_one(
+    tiny: Tiny, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = list[int]()
+    start = HostMemory.start
+
+    def noted(own: HostMemory, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        at_once.append(len(loads))
+        start(own, saves, loads)
+
+    monkeypatch.setattr(HostMemory, "start", noted)
+    llm = LLM(tiny("llama"), **{**TIGHT, "memory": "160KiB"}, **in_tiers("host_memory"))
+    for _ in range(2):
+        assert alone(llm, PROMPTS)[0] == want
+        alone(llm, random_prompts([48] * 4, seed=8))  # in whose place they are loaded
+    assert max(at_once) > 1
+    long = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    runs = add(llm, "runs", [7, 8, 9], long)
+    for _ in range(3):
+        llm.engine.step()
+    at_once.clear()
+    assert not runs.finished
+    waits = add(llm, "waits", PROMPTS[0], SHORT)
+    run_all(llm)
+    assert waits.output_token_ids == want[0]
+    assert waits.metrics.num_loaded_tokens > 4
+    assert at_once.count(1) > 1  # the rest once the other has ended
+    settled(llm)
+
+
+def test_a_tier_slower_than_computing_is_left_out_and_the_others_serve(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = random_prompts([110, 105, 100], seed=6)
+    settings: dict[str, Any] = {**TIGHT, "max_model_len": 128, "memory": "160KiB", "kv_connector.leave_out_slow": True}
+    settings |= {"plugins.inline": (f"{SUPPORT / 'failing_connector.py'}:Failing",)}
+    llm = LLM(tiny("llama"), **settings, **in_tiers("failing", "host_memory"))
+    want = alone(llm, prompts)[0]
+    assert alone(llm, prompts)[0] == want
+    tier = connector_of(llm)._tiers[0]
+    tier.connector.how = "slow"
+    while not events_of(llm)["failing_left_out"]:
+        found, loaded = alone(llm, prompts)
+        assert found == want
+        assert sum(loaded) > 0
+    assert "tier failing takes" in caplog.text
+    assert "it is left out for 10 s" in caplog.text
+    tier.connector.how = "load"  # it would raise
+    before = events_of(llm)["host_memory_loaded"]
+    found, loaded = alone(llm, prompts)
+    assert found == want
+    assert sum(loaded) > 0
+    assert events_of(llm)["host_memory_loaded"] > before
+    assert events_of(llm)["failing_left_out"] == 1
+    assert events_of(llm)["left_out"] == 0  # as a whole
+    tier.speed._until, tier.connector.how = 0.0, "never"  # later
+    before = events_of(llm)["host_memory_loaded"]
+    assert sum(alone(llm, prompts)[1]) > 0
+    assert events_of(llm)["host_memory_loaded"] == before
     settled(llm)
 
 

@@ -72,6 +72,9 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         for group, sizes in zip(plan.cache_groups, copy.layer_bytes[: len(plan.cache_groups)], strict=True)
     )
     part = part_of(planned.place, plan, planned.shards.ranks)
+    capabilities, limits = descriptor.capabilities, planned.loaded.config.kv_connector
+    judges = bool(capabilities.judges.support)
+    speed = LoadSpeed(active=limits.leave_out_slow and not judges and not capabilities.by_request.support)
     context = KVConnectorContext(
         contract=bind_contract(descriptor),
         groups=(*groups, *states),
@@ -83,22 +86,22 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         model=":".join(filter(None, (str(planned.facts.path), plan.dtype, fingerprint(planned), part))),
         options=planned.options(descriptor),
         part=part,
+        computing=speed.computed if judges and limits.leave_out_slow else None,
     )
-    if descriptor.capabilities.composes:
+    if capabilities.composes:
         inner = {one.name: one for one in inner_connectors(planned.loaded, planned.registry, descriptor)}
 
         def build(name: str, given: KVConnectorContext) -> tuple[KVConnectorCapabilities, KVConnector]:
             one = inner[name]
-            own = evolve(given, contract=bind_contract(one), options=planned.options(one), inner=None)
+            own = evolve(given, contract=bind_contract(one), options=planned.options(one), inner=None, computing=None)
             return one.capabilities, parts.build(one, own, _FIX)
 
         context = evolve(context, inner=build)
     connector: KVConnector = parts.build(descriptor, context, _FIX)
-    saves_evicted = descriptor.capabilities.saves == "evicted"
-    limits = planned.loaded.config.kv_connector
+    saves_evicted = capabilities.saves == "evicted"
     kind: Callable[..., Transfers] = Transfers
     if waits_for_loads(descriptor, planned.plan):
-        if not descriptor.capabilities.asynchronous.support:
+        if not capabilities.asynchronous.support:
             device = torch.device(context.device)
             connector = LaterLoads(connector, partial(_moment, device, _copies_of(planned, device)))
         most = max(min(limits.max_saves, memory.num_blocks // 2), 1)
@@ -109,10 +112,10 @@ def build_transfers(parts: Parts, descriptor: Descriptor[Any], memory: CacheMemo
         planned.registry.full_name(descriptor),
         elsewhere=frozenset(number for number, group in enumerate(groups) if not group.layers),
         agreement=Agreement(parts.gather, planned.place.layout.replica_size),
-        by_request=bool(descriptor.capabilities.by_request.support),
-        speed=LoadSpeed(active=limits.leave_out_slow and not descriptor.capabilities.by_request.support),
+        by_request=bool(capabilities.by_request.support),
+        speed=speed,
         sizes=[*(group.block_size for group in groups), *(0 for _ in states)],
-        counts=bool(descriptor.capabilities.counts.support),
+        counts=bool(capabilities.counts.support),
     )
 
 

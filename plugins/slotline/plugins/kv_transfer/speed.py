@@ -62,6 +62,10 @@ class LoadSpeed:
         enough = min(loads.tokens, computes.tokens) >= ENOUGH_TOKENS and loads.seconds >= ENOUGH_SECONDS
         return self.active and enough and loads.per_token > computes.per_token
 
+    def computed(self) -> float:
+        """Return the seconds in which a token is computed, 0 while they are not known."""
+        return self.computing.per_token if self.computing.tokens >= ENOUGH_TOKENS else 0.0
+
     @property
     def pausing(self) -> bool:
         """Return whether the store is left out."""

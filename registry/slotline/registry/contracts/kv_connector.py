@@ -81,6 +81,8 @@ class KVConnectorCapabilities:
         spills: whether it calls `KVConnectorContext.evicted` with the blocks that it gives up to make room.
         composes: name of its option that names the connectors that it is made of. It gets them from
             `KVConnectorContext.inner`, and what they cannot do it cannot do. Empty for other connectors.
+        judges: whether it leaves out those of its parts that take longer for a token than computing does, by
+            `KVConnectorContext.computing`. The engine does not leave it out as a whole then.
         lasting_saves: whether saves end in later steps, see `LastingKVConnector`. It is `asynchronous` then, and does
             not take ``evicted`` blocks, which are about to be overwritten.
         states: whether it takes a group of states, whose blocks are much larger than others.
@@ -109,6 +111,7 @@ class KVConnectorCapabilities:
     items: Flag = Flag(False)
     layers: Flag = Flag(False)
     late_layers: Flag = Flag(False)
+    judges: Flag = Flag(False)
     lasting_saves: Flag = field(default=Flag(False))
 
     @lasting_saves.validator
@@ -248,6 +251,8 @@ class KVConnectorContext:
             forgets in `reset`. None if nobody takes them.
         inner: builds the connector of a name, with its own table, from a context. Returns its capabilities and the
             connector. None for connectors that do not declare `composes`.
+        computing: returns the seconds in which this engine computes a token of a prompt, 0 while they are not known.
+            None if nothing is to be left out for being slower, or the connector does not declare `judges`.
     """
 
     contract: int
@@ -262,6 +267,7 @@ class KVConnectorContext:
     num_states: int = 0
     evicted: Callable[[Sequence[EvictedBlock]], None] | None = None
     inner: Callable[[str, KVConnectorContext], tuple[KVConnectorCapabilities, KVConnector]] | None = None
+    computing: Callable[[], float] | None = None
 
     @property
     def identity(self) -> str:

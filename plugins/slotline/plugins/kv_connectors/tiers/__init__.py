@@ -35,6 +35,7 @@ descriptor = Descriptor(
         counts=Flag(True),
         states=Flag(True),
         composes="tiers",
+        judges=Flag(True),
     ),
     factory="slotline.plugins.kv_connectors.tiers.tiers:Tiers",
     options="slotline.plugins.kv_connectors.tiers:TiersOptions",

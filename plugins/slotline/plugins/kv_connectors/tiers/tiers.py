@@ -7,14 +7,15 @@ first tier that holds it. If that is a lower one, it is saved in the first tier 
 A lower tier gets spilled blocks under numbers beyond those of the pool and of states. Its `BlockCopy` copies them from
 host memory.
 
-A connector that loads in the step, and keeps its rows, loads beside the steps of others here.
+A connector that loads in the step, and keeps its rows, loads beside the steps of others here. A tier from which a token
+takes longer than computing one is not asked for some time.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,6 +25,8 @@ import torch
 from attrs import define, evolve, field
 
 from slotline.plugins.kv_connectors.stores.copies import Copies, Done, devices_of
+from slotline.plugins.kv_connectors.stores.pace import Pace
+from slotline.plugins.kv_connectors.tiers.speed import TierSpeed
 from slotline.registry.contracts import (
     AsyncKVConnector,
     BlockCopyBeside,
@@ -41,8 +44,8 @@ logger = logging.getLogger("slotline")
 FINISH_SECONDS = 10.0
 """Time after which `finish` gives up waiting for a device. An asynchronous tier has its own limit."""
 HOST_BYTES, DEVICE_BYTES = 16 * 2**20, 64 * 2**20
-"""Bytes that a step begins to load at most from a tier that copies beside steps: into caches in host memory, where it
-waits for them, and on GPUs, where it launches the copies."""
+"""Bytes that a step begins to load at most from a tier that copies beside steps: into caches in host memory while no
+request runs, and on GPUs, where it launches the copies."""
 
 
 @define(eq=False)
@@ -104,7 +107,9 @@ class Tier:
         capabilities: of the connector.
         connector: built with `copy`.
         copy: its copies.
+        speed: of its loads.
         saves, loads: of the next start.
+        under_way: number of loads that are not known to have ended.
         coming: loads of a connector that is not asynchronous, each batch with what says whether its copies are over.
     """
 
@@ -112,6 +117,8 @@ class Tier:
     capabilities: KVConnectorCapabilities
     connector: KVConnector
     copy: SpillCopy
+    speed: TierSpeed
+    under_way: int = 0
     saves: list[CacheBlock] = field(factory=list)
     loads: list[CacheBlock] = field(factory=list)
     coming: list[tuple[list[Done], list[CacheBlock]]] = field(factory=list)
@@ -136,7 +143,8 @@ class Tiers:
         devices = devices_of(context)
         self._copies = Copies(context.copy, devices)
         self._sizes = [group.block_bytes for group in context.groups]
-        self._most = DEVICE_BYTES if devices else HOST_BYTES
+        self._tokens = [0 if group.states else group.block_size for group in context.groups]
+        self._pace = None if devices else Pace()  # of copies that the step waits for
         self._saves = WatchedCopies(self._copies)
         self._tiers: list[Tier] = []
         for number, name in enumerate(context.options.tiers):
@@ -145,30 +153,41 @@ class Tiers:
             evicted = None if last else partial(self._spilled, number + 1)
             capabilities, connector = context.inner(name, evolve(context, copy=copy, evicted=evicted))
             copy.beside = bool(capabilities.own_rows.support) and not capabilities.asynchronous.support
-            self._tiers.append(Tier(name, capabilities, connector, copy))
-        self._of: dict[int, tuple[int, CacheBlock]] = {}  # by block: the tier that it comes from
+            self._tiers.append(Tier(name, capabilities, connector, copy, TierSpeed(name, context.computing)))
+        self._of: dict[int, tuple[int, CacheBlock, float]] = {}  # by block: the tier that it comes from, since when
         self._failed: set[int] = set()
         self._promoted = 0
 
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
         found = [False] * len(hashes)
-        for tier in self._tiers:
+        for tier in [one for one in self._tiers if not one.speed.pausing]:
             missing = [index for index, here in enumerate(found) if not here]
             for index, here in zip(missing, tier.connector.held(group, [hashes[i] for i in missing]), strict=True):
                 found[index] = bool(here)
         return found
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        if self._pace is not None and not self._of:
+            self._pace.restart()
         self._failed |= {one.block for one in self._assign(loads)}
         self._save(0, saves)
-        for tier in self._tiers:
-            self._start(tier)
+        most, later = 0 if self._pace is not None else DEVICE_BYTES, list[Tier]()
+        for number, tier in enumerate(self._tiers):
+            read = {one.block for below in self._tiers[number + 1 :] for one in below.saves}
+            if clash := any(one.block in read for one in tier.loads):
+                later.append(tier)  # its loads write what lower tiers have still to save
+            self._start(tier, None if clash else most)
+        for tier in later:
+            self._start(tier, most)
 
     def wait(self) -> None:
+        if self._pace is not None:
+            self._pace.launched()
         for tier in self._tiers:
             tier.connector.wait()
 
     def arrived(self) -> Collection[int]:
+        self._go_on()
         arrived = set[int]()
         for number, tier in enumerate(self._tiers):
             arrived |= self._arrived_of(number, tier)
@@ -178,8 +197,8 @@ class Tiers:
         for tier in self._tiers:
             self._failed |= set(tier.connector.failed()) & self._of.keys()
         failed, self._failed = self._failed, set()
-        for block in failed:
-            self._of.pop(block, None)
+        for block in failed & self._of.keys():
+            self._forget(block)
         return failed
 
     def finish(self) -> None:
@@ -188,7 +207,7 @@ class Tiers:
             if tier.asynchronous:
                 cast("AsyncKVConnector", tier.connector).finish()
             while tier.loads:
-                self._start(tier)
+                self._start(tier, HOST_BYTES)
             while not all(done() for begun, _ in tier.coming for done in begun) and time.monotonic() < latest:
                 time.sleep(0.001)
 
@@ -199,6 +218,7 @@ class Tiers:
     def counts(self) -> Mapping[str, float]:
         found: dict[str, float] = {"promoted": self._promoted}
         for tier in self._tiers:
+            found[f"{tier.name}_left_out"] = tier.speed.left_out
             if tier.capabilities.counts.support:
                 own = cast("CountingKVConnector", tier.connector).counts()
                 found |= {f"{tier.name}_{event}": value for event, value in own.items()}
@@ -212,16 +232,18 @@ class Tiers:
         return all(wait(seconds) for wait in waits)
 
     def _assign(self, loads: Sequence[CacheBlock]) -> list[CacheBlock]:
-        """Give each load to the first tier that holds its block. Return those of none."""
-        left = list(loads)
-        for number, tier in enumerate(self._tiers):
+        """Give each load to the first tier that holds its block, and is not left out. Return those of none."""
+        left, now = list(loads), time.perf_counter()
+        for number, tier in sorted(enumerate(self._tiers), key=lambda one: one[1].speed.pausing):
             rest = list[CacheBlock]()
             for group in sorted({one.group for one in left}):
                 own = [one for one in left if one.group == group]
                 here = tier.connector.held(group, [one.block_hash for one in own])
-                tier.loads += [one for one, held in zip(own, here, strict=True) if held]
+                taken = [one for one, held in zip(own, here, strict=True) if held]
+                tier.loads += taken
+                tier.under_way += len(taken)
+                self._of |= {one.block: (number, one, now) for one in taken}
                 rest += [one for one, held in zip(own, here, strict=True) if not held]
-            self._of |= {one.block: (number, one) for one in tier.loads}
             left = rest
         return left
 
@@ -241,12 +263,33 @@ class Tiers:
             if tier.capabilities.spills.support:
                 return
 
-    def _start(self, tier: Tier) -> None:
-        """Start what a tier has to do. Tiers above have been started: what they give up is known."""
+    def _go_on(self) -> None:
+        """Begin more of the loads that steps begin by parts."""
+        pace, tiers = self._pace, [one for one in self._tiers if one.loads]
+        if pace is None:
+            for tier in tiers:
+                self._start(tier, DEVICE_BYTES)
+            return
+        pace.begin(next((began for _, _, began in self._of.values()), None))
+        for tier in tiers:
+            if not pace.beside:
+                self._start(tier, HOST_BYTES)
+            while pace.beside and tier.loads and pace.is_left:
+                self._start(tier, 1)
+        pace.end()
+
+    def _start(self, tier: Tier, most: int | None) -> None:
+        """Start what a tier has to do. Tiers above have been started: what they give up is known.
+
+        Args:
+            most: bytes of its loads, where a step begins a part of them. None for no loads of any tier.
+        """
         saves, tier.saves = tier.saves, []
-        loads = self._part(tier)
+        loads = self._part(tier, most)
         if not saves and not loads:
             return
+        if loads:
+            tier.speed.begin()
         try:
             tier.connector.start(saves, loads)
             if loads and not tier.asynchronous:
@@ -261,35 +304,42 @@ class Tiers:
             tier.copy.rows.clear()
             tier.copy.begun = []
 
-    def _part(self, tier: Tier) -> list[CacheBlock]:
+    def _part(self, tier: Tier, most: int | None) -> list[CacheBlock]:
         """Take the loads that a step begins, of those that the tier has to do.
 
         To begin copies takes the host's time, which the step lasts longer by. An asynchronous tier sees to that itself,
         and one that copies in the order of the stream must copy all in the step that asks for them.
         """
-        count = len(tier.loads)
+        count = 0 if most is None else len(tier.loads)
         if tier.copy.beside:
             sizes = accumulate(self._sizes[one.group] for one in tier.loads)
-            count = min(count, 1 + sum(size < self._most for size in sizes))
+            count = min(count, 1 + sum(size < most for size in sizes)) if most else 0
         loads, tier.loads = tier.loads[:count], tier.loads[count:]
         return loads
 
     def _arrived_of(self, number: int, tier: Tier) -> set[int]:
-        """Return the blocks that have arrived from a tier, and begin more of its loads."""
-        if tier.loads:
-            self._start(tier)
+        """Return the blocks that have arrived from a tier."""
         if tier.asynchronous:
             arrived = set(cast("AsyncKVConnector", tier.connector).arrived()) & self._of.keys()
         else:
             arrived = self._ended(tier)
-        blocks = [self._of.pop(block)[1] for block in sorted(arrived)]
+        blocks = [self._forget(block) for block in sorted(arrived)]
+        counts = Counter(one.group for one in blocks)
+        tokens = max((count * self._tokens[group] for group, count in counts.items()), default=0)
+        tier.speed.count(tokens, more=bool(tier.under_way))
         if blocks and number and self._promote:
             self._promoted += len(blocks)
             self._save(0, blocks)
-            for one in self._tiers:
-                self._start(one)
+            for one in [one for one in self._tiers if one.saves]:
+                self._start(one, None)
                 one.connector.wait()
         return arrived
+
+    def _forget(self, block: int) -> CacheBlock:
+        """Take note of a load that has ended. Return what was loaded."""
+        number, one, _ = self._of.pop(block)
+        self._tiers[number].under_way -= 1
+        return one
 
     def _ended(self, tier: Tier) -> set[int]:
         """Return the blocks of a connector that loads in the step, whose copies are complete."""
