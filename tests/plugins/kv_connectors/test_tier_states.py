@@ -98,7 +98,7 @@ def test_without_a_state_an_earlier_boundary_counts(
     store, request = connector_of(first)._store, first.engine.add("named", MIXED[0], SHORT)
     run_all(first, 200_000)
     keys = [Key(1, request.block_hashes[number]) for number in (7, 3)]
-    states = [disk_folder / "v1" / store._name(key) for key in keys]
+    states = [disk_folder / "v1" / store.name(key) for key in keys]
     data = [bytearray(one.read_bytes()) for one in states]
     if how == "gone":
         states[0].unlink()
