@@ -198,8 +198,8 @@ def test_a_comparison_is_printed_kept_and_checked(
 
     monkeypatch.setattr(Engine, "step", slow_step)  # a regression that is real
     assert main(["bench", "--check", str(file), "--runs", "1", "--tolerance", "20"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "slower, more than 20 % below what was kept:" in lines
-    named = {line.split(": ")[0]: line for line in lines if "; ours +" in line}
+    printed = capsys.readouterr().out.splitlines()
+    assert "slower, more than 20 % below what was kept:" in printed
+    named = {line.split(": ")[0]: line for line in printed if "; ours +" in line}
     assert {"decode16, seconds", "decode16, step_median", "decode16, ttft_median"} <= named.keys()
     assert all(re.search(r"x transformers, kept .*; ours \+\d+%, theirs ", line) for line in named.values())
