@@ -14,8 +14,9 @@ for each kind, in turn, and nothing else runs:
 
 A rate is that of the link in millions of bytes a second, which a process between them keeps to. With 0 there is no
 link: blocks come through shared memory. Printed are medians of the time from asking to the first token of the engine
-that decodes, its ratio to that of the first kind, the time until the prompt was computed, and the time from the last
-block to the first token. The last one bounds what could be won by beginning that step while layers still come.
+that decodes, its ratio to that of the first kind, the time until the prompt was computed, the time from there until the
+last block was in the cache, which is what transfers cost, its ratio, and the time from the last block to the first
+token. The last one bounds what could be won by beginning that step while layers still come.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ SHORT = (
     "benchmarks/models/llama-tiny --length 48 --rounds 1 --rates 0 --memory 16MiB --cache 4MiB --kinds 'layers, early'"
 )
 COLUMNS = (
-    "link MB/s", "kind", "first token ms", "of the first kind", "prompt computed ms", "last block to first token ms",
-    "blocks loaded", "lost",
+    "link MB/s", "kind", "first token ms", "of the first kind", "prompt computed ms", "from there to the last block ms",
+    "of the first kind's", "last block to first token ms", "blocks loaded", "lost",
 )  # fmt: skip
 KINDS = {
     "whole steps, then asked": ("off", False),
@@ -226,16 +227,17 @@ def main() -> None:
     times, rows = measure(arguments), list[list[str]]()
     for rate in arguments.rates:
         whole = median(one.first_token for one in times[rate, arguments.kinds[0]])
+        exposed = median(one.last_block - one.computed for one in times[rate, arguments.kinds[0]])
         for kind in arguments.kinds:
             own = times[rate, kind]
             first = median(one.first_token for one in own)
             computed = median(one.computed for one in own)
+            came = median(one.last_block - one.computed for one in own)
             behind = median(one.first_token - one.last_block for one in own)
-            rows.append([
-                f"{rate:g}" if rate else "memory", kind, f"{1e3 * first:.1f}", f"{first / whole:.3f}",
-                f"{1e3 * computed:.1f}", f"{1e3 * behind:.1f}", str(sum(one.loaded for one in own)),
-                str(sum(one.lost for one in own)),
-            ])  # fmt: skip
+            seconds = (f"{1e3 * first:.1f}", f"{first / whole:.3f}", f"{1e3 * computed:.1f}")
+            transfer = (f"{1e3 * came:.1f}", f"{came / exposed:.2f}", f"{1e3 * behind:.1f}")
+            blocks = (str(sum(one.loaded for one in own)), str(sum(one.lost for one in own)))
+            rows.append([f"{rate:g}" if rate else "memory", kind, *seconds, *transfer, *blocks])
     print_rows(COLUMNS, rows)
     if arguments.json is not None:
         note = f"Prompts of {arguments.length} tokens, {arguments.rounds} of each kind in turn; medians"
