@@ -94,7 +94,7 @@ def test_a_small_memory_evicts_and_texts_stay(tiny: Tiny, want: list[list[int]],
             assert found == want[: len(prompts)]
     assert loaded > 0
     assert sum(events_of(llm)["evicted"] for llm in engines) > 0
-    assert connector_of(engines[0])._store._tables[0].count == 30
+    assert connector_of(engines[0])._store.tables[0].count == 30
 
 
 def made(folder: Path, slots: int = 8) -> SharedTable:
@@ -195,7 +195,7 @@ def test_a_block_that_a_dead_process_was_writing_makes_way(tmp_path: Path, monke
 def test_wrong_bytes_are_found_and_forgotten(tmp_path: Path) -> None:
     table, data = made(tmp_path), np.empty(SIZE, np.uint8)
     assert save(table, b"a")
-    table._slots[table._entries["state"].argmax(), 77] ^= 1
+    table.slots[table.entries["state"].argmax(), 77] ^= 1
     assert table.read(Key(0, b"a"), data) is Fault.CORRUPT
     assert table.read(Key(0, b"a"), data) is Fault.MISSING
     assert table.read(Key(1, b"a"), data) is Fault.MISSING

@@ -136,10 +136,10 @@ def test_a_second_engine_goes_on_from_shared_states(tiny: Tiny, want: Tokens, tm
         tokens, hits = served(engines[number], together=number == 1)
         assert tokens == want
         assert hits[:4] == HITS[:4]
-    tables = connector_of(engines[0])._store._tables
+    tables = connector_of(engines[0])._store.tables
     assert [table.count for table in tables] == [64, 6]
-    slot = (tables[1]._entries["state"] == 2).argmax()
-    tables[1]._slots[slot, 77] ^= 1
+    slot = (tables[1].entries["state"] == 2).argmax()
+    tables[1].slots[slot, 77] ^= 1
     tokens, hits = served(engines[1])
     assert tokens == want
     assert sum(hits) < sum(HITS)

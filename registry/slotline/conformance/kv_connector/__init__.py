@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from slotline.conformance.kv_connector import blocks, contract, engine, files, fuzz, hostile
+from slotline.conformance.kv_connector import blocks, contract, engine, files, fuzz, hostile, layers, requests
 
-__all__ = ["blocks", "contract", "engine", "files", "fuzz", "hostile"]
+__all__ = ["blocks", "contract", "engine", "files", "fuzz", "hostile", "layers", "requests"]

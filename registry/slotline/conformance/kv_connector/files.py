@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from slotline.registry.contracts import AsyncKVConnector, CacheBlock
+from slotline.registry.contracts import AsyncKVConnector, CacheBlock, DamageStore
 from slotline.registry.descriptor import Kind
+from slotline.registry.loading import import_dotted
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.kv_connector import PATIENCE, Pool
+from slotline.testing.environments.kv_connector import NUM_BLOCKS, PATIENCE, STATE, Pool
 
 NAMES = [f"{i}" for i in range(6)]
 STEP_SECONDS = 0.15
@@ -47,6 +48,44 @@ def files_damaged(run: Run) -> None:
     after.known = pool.known
     for one in (before, after):
         one.step((), _loads(one))
+
+
+@check(
+    Kind.KV_CONNECTOR,
+    "kv_connector.blocks.damaged",
+    Level.HOSTILE,
+    cases=lambda _: ({"how": how} for how in ("changed", "swapped", "gone")),
+    cost=0.05,
+)
+def blocks_damaged(run: Run) -> None:
+    """Loads of blocks that were spoiled where the connector keeps them fail or are right, also for a later one."""
+    if not (path := run.subject.capabilities.damage):
+        raise NotApplicable("nobody can spoil what it keeps: damage is not declared")
+    pool, how = Pool(run), str(run["how"])
+    saves = [pool.block(group, name, 3 + 10 * group + i) for group in (0, 1) for i, name in enumerate(NAMES)]
+    if len(pool.groups) > STATE:
+        saves += [pool.block(STATE, name, NUM_BLOCKS + i) for i, name in enumerate(NAMES[:3])]
+    pool.step(saves, ())
+    if not any(pool.held(0, NAMES)):
+        raise Failed("nothing is held of what was saved")
+    damage: DamageStore = import_dotted(path, "KVConnectorCapabilities.damage")
+    if not damage(pool.connector, how):
+        raise NotApplicable(f"what it keeps cannot be {how}")
+    after = Pool(run, beside=pool)
+    after.known = pool.known
+    for number, one in enumerate((pool, after)):
+        loads = [
+            one.wanted(group, name, 40 + 10 * group + i)
+            for group in (0, 1)
+            for i, name in enumerate(NAMES)
+            if one.held(group, [name])[0]
+        ]
+        if len(one.groups) > STATE:
+            there = [i for i in range(3) if one.held(STATE, [NAMES[i]])[0]]
+            loads += [one.wanted(STATE, NAMES[i], NUM_BLOCKS + 3 + i) for i in there]
+        failed = one.step((), loads)
+        if number == 0 and len(loads) == len(saves) and not failed:
+            raise Failed(f"all blocks came back as they were saved, and were to be {how}: damage does nothing")
 
 
 @check(Kind.KV_CONNECTOR, "kv_connector.files.full", Level.HOSTILE, cost=0.3)

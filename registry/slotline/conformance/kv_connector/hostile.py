@@ -26,8 +26,12 @@ def blocks_both(run: Run) -> None:
         return  # it keeps less than one block, which is no fault of order
     save, load = pool.block(0, "new", 9), pool.wanted(0, "old", 9)
     pool.connector.start([save], [load])
+    if pool.layered:
+        pool.layer_calls.filling([])
     pool.connector.wait()
     pool.ended([load])
+    if pool.layered:
+        pool.attend([load], [])
     if pool.held(0, ["new"])[0] and pool.step((), [pool.wanted(0, "new", 11)]):
         raise Failed("what was saved beside a load failed to load, and was held")
 

@@ -92,6 +92,10 @@ class KVConnectorCapabilities:
             `by_request` and `asynchronous` then.
         layers: whether it is called at each layer of a forward pass, see `LayerKVConnector`. It is refused where
             attention is inside captured graphs.
+        damage: a `DamageStore` of its own as ``package.module:function``, by which the conformance suite spoils what it
+            keeps. It tells wrong bytes from right ones then. Empty for other connectors.
+        peers: name of its option that lists the connectors which it may ask, as HOST:PORT, if it is `by_request`. An
+            `answer` has its own address as ``remote_host`` and ``remote_port`` then. Empty for other connectors.
         late_layers: whether the calls of all layers may come behind a pass whose attention is inside a captured graph.
             It leaves no load to `wait_layer` then.
     """
@@ -112,6 +116,8 @@ class KVConnectorCapabilities:
     layers: Flag = Flag(False)
     late_layers: Flag = Flag(False)
     judges: Flag = Flag(False)
+    damage: str = ""
+    peers: str = ""
     lasting_saves: Flag = field(default=Flag(False))
 
     @lasting_saves.validator
@@ -416,6 +422,20 @@ class LayerKVConnector(KVConnector, Protocol):
 
     def save_layer(self, layer: int) -> None:
         """Note that the new keys and values of a layer are written, in the order of the device's current stream."""
+        ...
+
+
+class DamageStore(Protocol):
+    """Function that spoils what a connector keeps, behind its back. No engine calls it."""
+
+    def __call__(self, connector: KVConnector, how: str) -> bool:
+        """Spoil all blocks that a built connector keeps. Return False if they cannot be spoiled so.
+
+        Args:
+            connector: which has saved some blocks.
+            how: ``changed`` if each block is to have a wrong byte, ``swapped`` if blocks of a group are to have each
+                other's place, with all that is kept beside their bytes, ``gone`` if they are to be removed.
+        """
         ...
 
 

@@ -76,6 +76,7 @@ class Pool:
     faults.
 
     Attributes:
+        late: whether a connector that is called at layers is called behind the passes.
         bytes: bytes of each group, [NUM_BLOCKS, block_bytes] uint8 on the device, and [NUM_STATES, block_bytes].
         known: expected content of a group's block with a hash.
 
@@ -84,10 +85,17 @@ class Pool:
         beside: a pool with the same model and the same folder. None for a model of its own.
         model: another model's name than that of `beside`.
         room: KiB of the store, of a connector that says by which option.
+        peers: addresses of the connectors that this one may ask, of a connector that says by which option.
     """
 
     def __init__(
-        self, run: Run, part: str = "", beside: Pool | None = None, model: str = "", room: int | None = None
+        self,
+        run: Run,
+        part: str = "",
+        beside: Pool | None = None,
+        model: str = "",
+        room: int | None = None,
+        peers: tuple[str, ...] = (),
     ) -> None:
         self.model: str = model or (f"the suite {uuid4().hex}" if beside is None else beside.model)
         self.folder: TemporaryDirectory[str] = (
@@ -137,14 +145,21 @@ class Pool:
             part=part,
             inner=_reference_connectors(),
         )
-        self.connector: KVConnector = in_folder(run, self.folder.name, room).build(self.context)
+        self.connector: KVConnector = in_folder(run, self.folder.name, room, peers).build(self.context)
         self.asynchronous = bool(run.subject.capabilities.asynchronous.support)
         self.lasting = bool(run.subject.capabilities.lasting_saves.support)
+        self.layered = bool(run.subject.capabilities.layers.support)
+        self.late = False
 
     @property
     def files(self) -> list[Path]:
         """Return the files of a connector that keeps its blocks in a folder, in order."""
         return sorted(one for one in Path(self.folder.name).rglob("*") if one.is_file())
+
+    @property
+    def layer_calls(self) -> LayerKVConnector:
+        """Return the connector, if it is called at layers."""
+        return cast("LayerKVConnector", self.connector)
 
     def block(self, group: int, name: str, block: int) -> CacheBlock:
         """Return a block of the pool with the content of the hash of `name`."""
@@ -176,6 +191,12 @@ class Pool:
                     self.bytes[group][one.block, first:end] = content[first:end]
             connector.save_layer(index)
 
+    def filling(self, group: int, name: str, block: int) -> CacheBlock:
+        """Return a block of the pool that a pass is to fill with the content of the hash of `name`."""
+        found = self.block(group, name, block)
+        self.bytes[group][block] = self._random(1, self.groups[group].block_bytes)[0]
+        return found
+
     def wanted(self, group: int, name: str, block: int) -> CacheBlock:
         """Return a block of the pool that the hash of `name` should be loaded into."""
         return CacheBlock(group, name.encode(), block)
@@ -191,16 +212,26 @@ class Pool:
             raise Failed(f"held answers {found!r} for {len(names)} hashes, expected as many of True and False")
         return found
 
-    def step(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> set[int]:
+    def step(
+        self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock], fills: Sequence[CacheBlock] = ()
+    ) -> set[int]:
         """Run one step with its forward pass, and return the blocks whose load failed according to the connector.
+
+        Args:
+            saves: blocks to be saved. The pool reuses them afterwards.
+            loads: blocks to be loaded.
+            fills: blocks that the pass fills, of a connector that is called at layers.
 
         Raises:
             Failed: if a loaded block has wrong content, or another block was written.
         """
         before = [memory.clone() for memory in self.bytes]
         self.connector.start(saves, loads)
+        if self.layered:
+            self.layer_calls.filling(list(fills))
         self.connector.wait()
         failed = self.ended(loads) if self.asynchronous else set[int]()
+        lacking = self.attend(loads, fills) if self.layered else set[int]()
         seen = [memory.clone() for memory in self.bytes]
         self.saves_ended([one for one in saves if one.block not in {load.block for load in loads}])
         for one in saves:  # the pool reuses them
@@ -208,9 +239,11 @@ class Pool:
         failed |= set(self.connector.failed())
         if strange := failed - {one.block for one in loads}:
             raise Failed(f"blocks {sorted(strange)} are said to have failed, and were not to be loaded")
+        if lacking := lacking - failed:
+            raise Failed(f"the loads into {sorted(lacking)} were not there when a layer attended, and did not fail")
         for group, (old, new) in enumerate(zip(before, seen, strict=True)):
             changed = set((old != new).any(1).nonzero().flatten().tolist())
-            if wrong := changed - {place(*_at(one)) for one in loads if one.group == group}:
+            if wrong := changed - {place(*_at(one)) for one in (*loads, *fills) if one.group == group}:
                 raise Failed(f"blocks {sorted(wrong)} of group {group} were written, and were not to be loaded")
         for one in loads:
             found = seen[one.group][place(*_at(one))]
@@ -221,6 +254,41 @@ class Pool:
                     "when the forward pass reads it, and is not said to have failed"
                 )
         return failed
+
+    def attend(self, loads: Sequence[CacheBlock], fills: Sequence[CacheBlock], count: int | None = None) -> set[int]:
+        """Run the attention of each layer, or of the first `count`. Each writes its part of the blocks to be filled.
+
+        Return the blocks of loads whose part was not there when its layer attended.
+        """
+        connector, lacking = self.layer_calls, set[int]()
+        parts = [(layer.index, number) for number, one in enumerate(self.groups) for layer in one.layers]
+        parts = sorted(parts)[:count]
+        for index, number in parts:
+            if not self.late:
+                connector.wait_layer(index)
+            lacking |= {one.block for one in loads if one.group == number and not self._has(one, index)}
+            for one in fills:
+                if one.group == number:
+                    cut = self._cut(number, index)
+                    self.bytes[number][one.block, cut] = self.known[number, one.block_hash][cut]
+            if not self.late:
+                connector.save_layer(index)
+        for index, _ in parts if self.late else ():
+            connector.wait_layer(index)
+            connector.save_layer(index)
+        return lacking
+
+    def _has(self, block: CacheBlock, index: int) -> bool:
+        """Return whether a block has the bytes of a layer that its hash stands for."""
+        known, cut = self.known.get((block.group, block.block_hash)), self._cut(block.group, index)
+        return known is not None and torch.equal(self.bytes[block.group][block.block, cut], known[cut])
+
+    def _cut(self, group: int, index: int) -> slice:
+        """Return the place of a layer's bytes in the blocks of its group."""
+        layers = self.groups[group].layers
+        sizes = [_page(layer) for layer in layers]
+        number = [layer.index for layer in layers].index(index)
+        return slice(sum(sizes[:number]), sum(sizes[: number + 1]))
 
     def ended(self, loads: Sequence[CacheBlock]) -> set[int]:
         """Wait until loads have ended that take their own time. Return the blocks of those that failed.
@@ -362,17 +430,20 @@ def _reference_connectors() -> Callable[[str, KVConnectorContext], tuple[KVConne
     return build
 
 
-def in_folder(run: Run, folder: str, room: int | None = None) -> Subject:
+def in_folder(run: Run, folder: str, room: int | None = None, peers: tuple[str, ...] = ()) -> Subject:
     """Return the plugin under test, which keeps its blocks in a folder if it keeps them in files.
 
     Args:
         room: KiB of its store, if it says by which option.
+        peers: that it may ask, if it says by which option.
     """
-    capabilities, given = run.subject.capabilities, dict[str, str]()
+    capabilities, given = run.subject.capabilities, dict[str, Any]()
     if capabilities.folder:
         given[capabilities.folder] = folder
     if capabilities.room and room is not None:
         given[capabilities.room] = f"{room}KiB"
+    if capabilities.peers and peers:
+        given[capabilities.peers] = peers
     return evolve(run.subject, options=evolve(run.subject.options, **given)) if given else run.subject
 
 

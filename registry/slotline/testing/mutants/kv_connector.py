@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +17,16 @@ from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference import kv_connector as reference
 from slotline.testing.reference.kv_connector import (
     CAPACITY,
+    CheckedBlocks,
     FewBlocks,
     FileBlocks,
     Key,
     LastingBlocks,
+    LateLayerBlocks,
     LaterBlocks,
+    LayerBlocks,
     LayeredBlocks,
+    PeerBlocks,
 )
 
 
@@ -303,6 +307,108 @@ class HoldsWhatItCouldNotWrite(FileBlocks):
         super().load(one for one in loads if (file := self.file(one.group, one.block_hash)).exists() or file not in own)
 
 
+class TrustsItsMemory(CheckedBlocks):
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        FewBlocks.load(self, loads)
+
+
+class DigestOfRowsAlone(CheckedBlocks):
+    def digest(self, key: Key, row: torch.Tensor) -> bytes:
+        return hashlib.sha256(row.numpy().tobytes()).digest()
+
+
+class SavesWhatIsNotWritten(LayerBlocks):
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        super().filling(blocks)
+        for one in self.fills:
+            for layer in self.context.groups[one.group].layers:
+                LayerBlocks.save_layer(self, layer.index)
+
+    def save_layer(self, layer: int) -> None:
+        """Nothing is left to do."""
+
+
+class SavesBeforeTheLayer(LayerBlocks):
+    def wait_layer(self, layer: int) -> None:
+        super().wait_layer(layer)
+        super().save_layer(layer)
+
+    def save_layer(self, layer: int) -> None:
+        """Nothing is left to do."""
+
+
+class OneLayerForAll(LayerBlocks):
+    def part(self, block: CacheBlock, layer: int) -> torch.Tensor:
+        first = self.context.groups[block.group].layers[0].index
+        return super().part(block, first)[: len(super().part(block, layer))]
+
+
+class LoadsBehindTheLayers(LayerBlocks):
+    def wait_layer(self, layer: int) -> None:
+        """There is time."""
+
+    def save_layer(self, layer: int) -> None:
+        super().save_layer(layer)
+        super().wait_layer(layer)
+
+
+class KeepsPartsOfBrokenPasses(LayerBlocks):
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        count = {number: len(group.layers) for number, group in enumerate(self.context.groups)}
+        self.kept = {key: dict(parts) for key, parts in self.parts.items() if len(parts) < count[key[0]]}
+        super().filling(blocks)
+        self.parts |= {key: dict(parts) for key, parts in self.kept.items()}
+
+    def save_layer(self, layer: int) -> None:
+        super().save_layer(layer)
+        for key, parts in self.kept.items():
+            self.parts.get(key, {}).update(parts)
+
+
+class WaitsForTheLayers(LateLayerBlocks):
+    def wait(self) -> None:
+        """Nobody waits here."""
+
+
+class AsksAnybody(PeerBlocks):
+    def peer(self, params: Mapping[str, Any]) -> PeerBlocks | None:
+        return self.known.get(f"{params.get('remote_host')}:{params.get('remote_port')}")
+
+
+class AsksWithoutARequest(PeerBlocks):
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        peers = [self.known[one] for one in self.context.options.peers if one in self.known]
+        found = [FewBlocks.held(one, group, hashes) for one in (self, *peers)]
+        return [any(here) for here in zip(*found, strict=True)]
+
+
+class BlocksAlone(PeerBlocks):
+    def held_for(self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any]) -> Sequence[bool]:
+        return [False] * len(hashes) if self.context.groups[group].states else super().held_for(group, hashes, params)
+
+
+class TellsNoLostItem(PeerBlocks):
+    def items(self) -> Mapping[str, torch.Tensor | None]:
+        return {name: one for name, one in super().items().items() if one is not None}
+
+
+class TellsItemsAgain(PeerBlocks):
+    def items(self) -> Mapping[str, torch.Tensor | None]:
+        return self.told
+
+
+class ItemsInFullPrecision(PeerBlocks):
+    def item_encoded(self, mm_hash: str, output: torch.Tensor) -> None:
+        super().item_encoded(mm_hash, output.float())
+
+
+class OneItemForAll(PeerBlocks):
+    def load_items(self, mm_hashes: Sequence[str], params: Mapping[str, Any]) -> None:
+        super().load_items(mm_hashes, params)
+        found = [one for one in self.told.values() if one is not None]
+        self.told = {name: one if one is None else found[0] for name, one in self.told.items()}
+
+
 class ThirdLoadFrees(FewBlocks):
     def load(self, loads: Iterable[CacheBlock]) -> None:
         loads = list(loads)
@@ -356,6 +462,10 @@ def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     right = reference.lasting if issubclass(factory, LastingBlocks) else right
     right = reference.layered if issubclass(factory, LayeredBlocks) else right
     right = reference.files if issubclass(factory, FileBlocks) else right
+    right = reference.checked if issubclass(factory, CheckedBlocks) else right
+    right = reference.by_layer if issubclass(factory, LayerBlocks) else right
+    right = reference.late_layered if issubclass(factory, LateLayerBlocks) else right
+    right = reference.peers if issubclass(factory, PeerBlocks) else right
     changed = attrs.evolve(right, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
     return Mutant(name, summary, level, changed)
 
@@ -391,6 +501,21 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("trusts-files", "loads what a file holds", Level.HOSTILE, TrustsFiles),
     _mutant("digest-of-bytes", "takes another block's file for a block's own", Level.HOSTILE, DigestOfBytesAlone),
     _mutant("holds-unwritten", "holds what a full disk did not take", Level.HOSTILE, HoldsWhatItCouldNotWrite),
+    _mutant("trusts-memory", "loads what its memory holds", Level.HOSTILE, TrustsItsMemory),
+    _mutant("digest-of-rows", "takes another block's bytes for a block's own", Level.HOSTILE, DigestOfRowsAlone),
+    _mutant("saves-unwritten", "saves blocks when it hears of them", Level.NUMERICS, SavesWhatIsNotWritten),
+    _mutant("saves-before-layer", "saves a layer before it is written", Level.NUMERICS, SavesBeforeTheLayer),
+    _mutant("one-layer-for-all", "saves the first layer of a group for all", Level.NUMERICS, OneLayerForAll),
+    _mutant("loads-behind-layers", "loads a layer when it has attended", Level.NUMERICS, LoadsBehindTheLayers),
+    _mutant("waits-for-layers", "loads layer by layer, and declares late layers", Level.NUMERICS, WaitsForTheLayers),
+    _mutant("keeps-broken-parts", "keeps layers of a pass that broke", Level.HOSTILE, KeepsPartsOfBrokenPasses),
+    _mutant("asks-anybody", "asks connectors that its options do not name", Level.HOSTILE, AsksAnybody),
+    _mutant("asks-without-request", "finds a peer's blocks for any request", Level.NUMERICS, AsksWithoutARequest),
+    _mutant("blocks-alone", "hands over no states", Level.NUMERICS, BlocksAlone),
+    _mutant("no-lost-item", "does not say that an item is lost", Level.NUMERICS, TellsNoLostItem),
+    _mutant("items-again", "tells of an item twice", Level.NUMERICS, TellsItemsAgain),
+    _mutant("items-in-float", "hands over items in another dtype", Level.NUMERICS, ItemsInFullPrecision),
+    _mutant("one-item-for-all", "items that are loaded together get the first one's", Level.NUMERICS, OneItemForAll),
     _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
     _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
     _mutant("ignores-its-room", "keeps more than its option allows", Level.HOSTILE, IgnoresItsRoom),
@@ -411,5 +536,9 @@ CORRECT: tuple[Correct, ...] = (
     Correct("loads that end later", reference.later),
     Correct("saves and loads that end later", reference.lasting),
     Correct("parts of blocks, copied as their layers are told", reference.layered),
+    Correct("blocks with digests", reference.checked),
+    Correct("layers saved when they are written", reference.by_layer),
+    Correct("layers saved behind the pass too", reference.late_layered),
+    Correct("blocks and items of peers", reference.peers),
     Correct("files that outlive the process", reference.files),
 )

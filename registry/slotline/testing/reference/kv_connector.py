@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from attrs import field, frozen
@@ -18,6 +20,7 @@ from slotline.registry.contracts import (
     BlockHash,
     CacheBlock,
     EvictedBlock,
+    KVConnector,
     KVConnectorCapabilities,
     KVConnectorContext,
     LayerBlockCopy,
@@ -220,6 +223,184 @@ class LayeredBlocks(FewBlocks):
         return self.parts.pop(block) if block in self.parts else super().copied(block)
 
 
+class CheckedBlocks(FewBlocks):
+    """Connector that keeps a digest of the name and the bytes of each block."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.digests: dict[Key, bytes] = {}
+
+    def digest(self, key: Key, row: torch.Tensor) -> bytes:
+        """Return the digest of a block."""
+        return hashlib.sha256(repr(key).encode() + row.numpy().tobytes()).digest()
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        super().save(saves, wanted)
+        for key in {self.key(one.group, one.block_hash) for one in saves} & self.rows.keys():
+            self.digests[key] = self.digest(key, self.rows[key])
+
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        for one in loads:
+            key = self.key(one.group, one.block_hash)
+            if key in self.rows and self.digest(key, self.rows[key]) != self.digests[key]:
+                del self.rows[key]
+            super().load([one])
+
+
+def spoil(connector: KVConnector, how: str) -> bool:
+    """Spoil the blocks of a connector that keeps digests, see `DamageStore`."""
+    assert isinstance(connector, CheckedBlocks)
+    for group in range(len(connector.context.groups)):
+        keys = [key for key in connector.rows if key[0] == group]
+        rows, digests = [connector.rows[key] for key in keys], [connector.digests[key] for key in keys]
+        for number, key in enumerate(keys):
+            if how == "changed":
+                connector.rows[key][9] ^= 1
+            elif how == "swapped":
+                connector.rows[key], connector.digests[key] = rows[number - 1], digests[number - 1]
+            else:
+                del connector.rows[key]
+    return True
+
+
+class LayerBlocks(FewBlocks):
+    """Connector that saves each layer's part when it is written, and loads blocks when the first layer attends."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.fills: list[CacheBlock] = []
+        self.later: list[CacheBlock] = []
+        self.parts: dict[Key, dict[int, torch.Tensor]] = {}  # by layer
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self.save(saves, {self.key(one.group, one.block_hash) for one in loads})
+        self.later += loads
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        for one in saves:
+            key, layers = self.key(one.group, one.block_hash), self.context.groups[one.group].layers
+            parts = self.parts.pop(key, {})
+            if any(layer.index not in parts for layer in layers):
+                super().save([one], wanted)
+            elif key in self.rows or self.make_room(wanted):
+                self.rows[key] = torch.cat([parts[layer.index] for layer in layers])
+                self.rows.move_to_end(key)
+
+    def filling(self, blocks: Sequence[CacheBlock]) -> None:
+        """Take note of what the next pass fills."""
+        self.fills = [one for one in blocks if self.context.groups[one.group].layer_bytes]
+        for one in self.fills:
+            self.parts.pop(self.key(one.group, one.block_hash), None)
+        while len(self.parts) > 4 * CAPACITY:  # of passes whose blocks were not saved
+            self.parts.pop(next(iter(self.parts)))
+
+    def wait_layer(self, layer: int) -> None:
+        """Load the blocks of the layer's group."""
+        group = self.group_of(layer)
+        own, self.later = ([one for one in self.later if (one.group == group) is here] for here in (True, False))
+        self.load(own)
+
+    def save_layer(self, layer: int) -> None:
+        """Save the layer's part of the blocks that the pass fills."""
+        for one in self.fills:
+            if one.group == self.group_of(layer):
+                self.parts.setdefault(self.key(one.group, one.block_hash), {})[layer] = self.part(one, layer)
+
+    def group_of(self, layer: int) -> int:
+        """Return the group of a layer."""
+        groups = self.context.groups
+        return next(n for n, group in enumerate(groups) for one in group.layers if one.index == layer)
+
+    def part(self, block: CacheBlock, layer: int) -> torch.Tensor:
+        """Return a copy of a layer's part of a block."""
+        group = self.context.groups[block.group]
+        number = [one.index for one in group.layers].index(layer)
+        first = sum(group.layer_bytes[:number])
+        row = torch.empty(group.block_bytes, dtype=torch.uint8)
+        self.context.copy.to_host(block.group, [block.block], [row])
+        return row[first : first + group.layer_bytes[number]].clone()
+
+    def reset(self) -> None:
+        super().reset()
+        self.parts.clear()
+
+
+class LateLayerBlocks(LayerBlocks):
+    """Connector that leaves no load to the layers, so that their calls may come behind the pass."""
+
+    def wait(self) -> None:
+        """Load the blocks of all layers."""
+        later, self.later = self.later, []
+        self.load(later)
+
+
+@frozen(kw_only=True)
+class PeerOptions:
+    """Options of a connector that asks others."""
+
+    peers: tuple[str, ...] = field(default=())
+
+
+class PeerBlocks(LaterBlocks):
+    """Connector that loads blocks and encoder outputs from others of this process, those that its options name."""
+
+    ports: ClassVar[Iterator[int]] = count(1)
+    known: ClassVar[WeakValueDictionary[str, PeerBlocks]] = WeakValueDictionary()
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        super().__init__(context)
+        self.port = next(self.ports)
+        self.known[f"127.0.0.1:{self.port}"] = self
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.told: dict[str, torch.Tensor | None] = {}
+        self.owners: dict[Key, PeerBlocks] = {}
+
+    def peer(self, params: Mapping[str, Any]) -> PeerBlocks | None:
+        """Return the connector that a request names, None if it names none that may be asked."""
+        address = f"{params.get('remote_host')}:{params.get('remote_port')}"
+        if not params.get("do_remote_prefill") or address not in self.context.options.peers:
+            return None
+        found = self.known.get(address)
+        return found if found is not None and found.context.identity == self.context.identity else None
+
+    def held_for(self, group: int, hashes: Sequence[BlockHash], params: Mapping[str, Any]) -> Sequence[bool]:
+        """Return what is held here or by the peer of a request."""
+        peer = self.peer(params)
+        there = [False] * len(hashes) if peer is None else peer.held(group, hashes)
+        if peer is not None:
+            self.owners |= {self.key(group, one): peer for one, held in zip(hashes, there, strict=True) if held}
+        return [here or held for here, held in zip(self.held(group, hashes), there, strict=True)]
+
+    def answer(self, params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return where these blocks are."""
+        if not params.get("do_remote_decode"):
+            return None
+        return {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": self.port}
+
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        for one in loads:
+            key = self.key(one.group, one.block_hash)
+            owner = self.owners.pop(key, None)
+            if key not in self.rows and owner is not None and key in owner.rows:
+                self.context.copy.to_device(one.group, [one.block], [owner.rows[key]])
+            else:
+                super().load([one])
+
+    def item_encoded(self, mm_hash: str, output: torch.Tensor) -> None:
+        """Keep a copy of an output."""
+        self.outputs[mm_hash] = output.detach().to("cpu", copy=True)
+
+    def load_items(self, mm_hashes: Sequence[str], params: Mapping[str, Any]) -> None:
+        """Take outputs of the peer."""
+        peer = self.peer(params)
+        self.told |= {one: None if peer is None else peer.outputs.get(one) for one in mm_hashes}
+
+    def items(self) -> Mapping[str, torch.Tensor | None]:
+        """Return the outputs that were taken."""
+        told, self.told = self.told, {}
+        return told
+
+
 @frozen(kw_only=True)
 class FileOptions:
     """Options of a connector with files."""
@@ -333,6 +514,46 @@ layered = Descriptor(
     capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), layers=Flag(True), late_layers=Flag(True)),
     factory=LayeredBlocks,
     summary="keeps a few blocks in host memory, copied layer by layer",
+)
+
+checked = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="checked_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), damage=f"{__name__}:spoil"),
+    factory=CheckedBlocks,
+    summary="keeps a few blocks in host memory with digests",
+)
+
+by_layer = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="layer_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), layers=Flag(True)),
+    factory=LayerBlocks,
+    summary="keeps a few blocks in host memory, saved layer by layer",
+)
+
+late_layered = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="late_layer_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), layers=Flag(True), late_layers=Flag(True)),
+    factory=LateLayerBlocks,
+    summary="keeps a few blocks in host memory, saved layer by layer, at the latest behind the pass",
+)
+
+peers = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="peer_blocks",
+    capabilities=KVConnectorCapabilities(
+        devices=Set(("cpu", "cuda")),
+        asynchronous=Flag(True),
+        by_request=Flag(True),
+        items=Flag(True),
+        states=Flag(True),
+        peers="peers",
+    ),
+    factory=PeerBlocks,
+    options=PeerOptions,
+    summary="finds blocks and encoder outputs in others of the same process",
 )
 
 files = Descriptor(

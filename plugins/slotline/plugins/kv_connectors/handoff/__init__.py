@@ -103,6 +103,7 @@ descriptor = Descriptor(
         lasting_saves=Flag(True),
         items=Flag(True),
         layers=Flag(True),
+        peers="peers",
         late_layers=Flag(True),
         room="memory",
     ),

@@ -56,7 +56,11 @@ descriptor = Descriptor(
     kind=Kind.KV_CONNECTOR,
     name="lmcache",
     capabilities=KVConnectorCapabilities(
-        devices=Set(("cpu", "cuda")), saves="filled", asynchronous=Flag(True), counts=Flag(True), states=Flag(True)
+        devices=Set(("cpu", "cuda")),
+        saves="filled",
+        asynchronous=Flag(True),
+        counts=Flag(True),
+        damage="slotline.plugins.kv_connectors.lmcache.damage:damage",
     ),
     factory="slotline.plugins.kv_connectors.lmcache.store:build_lmcache",
     options="slotline.plugins.kv_connectors.lmcache:LMCacheOptions",

@@ -219,6 +219,31 @@ class RemoteStore:
         self._known.clear()
         self._asked.clear()
 
+    @property
+    def known(self) -> list[Key]:
+        """The blocks that the store is known to have."""
+        return list(self._known)
+
+    def values(self, keys: Sequence[Key]) -> list[Bytes]:
+        """Return the values of blocks that the store has.
+
+        Raises:
+            OSError: if it has not.
+        """
+        found = [self._try(lambda remote, key=key: remote.get(_name(key, self._identity))) for key in keys]  # type: ignore[misc]
+        if any(value is None for value in found):
+            raise OSError("the store has lost a block")
+        return [value for value in found if value is not None]
+
+    def put_values(self, keys: Sequence[Key], values: Sequence[Bytes]) -> None:
+        """Write values under the names of blocks, whatever they are.
+
+        Raises:
+            OSError: if they cannot be written.
+        """
+        for key, value in zip(keys, values, strict=True):
+            self._try(lambda remote, key=key, value=value: remote.put(_name(key, self._identity), [value]))  # type: ignore[misc]
+
     def _keep(self, key: Key) -> None:
         self._known[key] = None
         self._known.move_to_end(key)

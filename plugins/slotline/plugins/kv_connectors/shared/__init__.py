@@ -36,6 +36,7 @@ descriptor = Descriptor(
         counts=Flag(True),
         states=Flag(True),
         room="memory",
+        damage="slotline.plugins.kv_connectors.shared.damage:damage",
     ),
     factory="slotline.plugins.kv_connectors.shared.store:build_shared",
     options="slotline.plugins.kv_connectors.shared:SharedOptions",

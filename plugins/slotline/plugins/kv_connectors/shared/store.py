@@ -87,7 +87,7 @@ class SharedStore:
         users, paths = _join(path), [path, path.with_name(f"{path.name}.states")]
         self.close = weakref.finalize(self, _leave, path, paths[: len(sizes)], users)
         try:
-            self._tables = self._open(paths)
+            self.tables = self._open(paths)
         except BaseException:
             self.close()
             raise
@@ -144,9 +144,9 @@ class SharedStore:
 
     def reset(self) -> None:
         """Keep later blocks in memory of one's own, because other processes may still have the old weights."""
-        self._tables = []
+        self.tables = []
         try:
-            self._tables = self._open(
+            self.tables = self._open(
                 [self._folder / f"slotline-kv-v{VERSION}-{uuid4().hex}" for _ in self._sizes], private=True
             )
         except CapacityError as error:
@@ -154,10 +154,10 @@ class SharedStore:
 
     def _by_table(self, keys: Sequence[Key]) -> list[tuple[SharedTable, list[int]]]:
         """Return the tables of some blocks, each with the places of its own."""
-        places = [[] for _ in self._tables]  # type: list[list[int]]
-        for place, key in enumerate(keys if self._tables else ()):
+        places = [[] for _ in self.tables]  # type: list[list[int]]
+        for place, key in enumerate(keys if self.tables else ()):
             places[self._classes.get(key.group, 0)].append(place)
-        return [(table, own) for table, own in zip(self._tables, places, strict=True) if own]
+        return [(table, own) for table, own in zip(self.tables, places, strict=True) if own]
 
 
 def _join(path: Path) -> int:

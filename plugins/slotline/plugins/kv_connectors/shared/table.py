@@ -94,9 +94,9 @@ class SharedTable:
             raise
         if private:
             path.unlink()
-        self._entries: npt.NDArray[Any] = np.frombuffer(self._map, _ENTRY, count, HEADER_BYTES)
+        self.entries: npt.NDArray[Any] = np.frombuffer(self._map, _ENTRY, count, HEADER_BYTES)
         data = np.frombuffer(self._map, np.uint8, count * size, HEADER_BYTES + count * _ENTRY.itemsize)
-        self._slots: Bytes = data.reshape(count, size)
+        self.slots: Bytes = data.reshape(count, size)
         self._sets = max(1, count // WAYS)
         self._ways = count // self._sets
         self.count = count
@@ -111,7 +111,7 @@ class SharedTable:
             return []
         tags = np.array([_tag(_digest(key)) for key in keys], np.uint64)
         places = self._places(tags)
-        entries = self._entries[places]
+        entries = self.entries[places]
         found: list[bool] = ((entries["tag"] == tags[:, None]) & (entries["state"] == VALID)).any(1).tolist()
         return found
 
@@ -119,7 +119,7 @@ class SharedTable:
         """Note the time of a use, without the lock: the worst is that a block goes too early."""
         for key in keys:
             if (index := self._find(_digest(key))) is not None:
-                self._entries["used"][index] = time.monotonic_ns()
+                self.entries["used"][index] = time.monotonic_ns()
 
     def reserve(self, keys: Sequence[Key], busy: Collection[Key]) -> tuple[list[Slot | None], int]:
         """Return a slot for each block, None for one without room or that is being written, and how many were evicted.
@@ -134,19 +134,19 @@ class SharedTable:
                 digest = _digest(key)
                 index = self._choose(digest, kept)
                 if index is not None:
-                    evicted += int(self._entries["state"][index] == VALID)
+                    evicted += int(self.entries["state"][index] == VALID)
                     self._give(index, digest)
-                found.append(None if index is None else Slot(index, int(self._entries["generation"][index]), digest))
+                found.append(None if index is None else Slot(index, int(self.entries["generation"][index]), digest))
         return found, evicted
 
     def write(self, slot: Slot, data: Bytes) -> bool:
         """Write a block into its slot. Return False if the slot has another owner by now."""
-        if int(self._entries["generation"][slot.index]) != slot.generation:
+        if int(self.entries["generation"][slot.index]) != slot.generation:
             return False
-        self._slots[slot.index, : len(data)] = data
+        self.slots[slot.index, : len(data)] = data
         checksum = zlib.crc32(data.data, zlib.crc32(slot.digest))
         with self._locked(STALE_SECONDS):
-            entry = self._entries[slot.index]
+            entry = self.entries[slot.index]
             if int(entry["generation"]) != slot.generation:
                 return False
             self._set(slot.index, length=len(data), checksum=checksum, used=time.monotonic_ns(), state=VALID)
@@ -158,23 +158,23 @@ class SharedTable:
         index = self._find(digest)
         if index is None:
             return Fault.MISSING
-        before = self._entries[index].copy()
-        data[:] = self._slots[index, : len(data)]
-        after = self._entries[index].copy()
+        before = self.entries[index].copy()
+        data[:] = self.slots[index, : len(data)]
+        after = self.entries[index].copy()
         if before != after and int(before["generation"]) != int(after["generation"]):
             return Fault.MISSING
         good = zlib.crc32(data.data, zlib.crc32(digest)) == int(before["checksum"])
         if good and int(before["length"]) == len(data) and int(after["state"]) == VALID:
             return None
         with self._locked(1.0):
-            if int(self._entries["generation"][index]) == int(before["generation"]):
+            if int(self.entries["generation"][index]) == int(before["generation"]):
                 self._set(index, state=FREE)
         return Fault.CORRUPT
 
     def _choose(self, digest: bytes, kept: Collection[bytes]) -> int | None:
         """Return the slot that a new block gets, None if there is none for it."""
         places = self._places(np.array([_tag(digest)], np.uint64))[0]
-        entries = self._entries[places]
+        entries = self.entries[places]
         writing = entries["state"] == WRITING
         mine = (entries["key"] == _words(digest)).all(1)
         stale = np.array([w and _is_stale(e) for w, e in zip(writing, entries, strict=True)])
@@ -188,18 +188,18 @@ class SharedTable:
         return int(places[np.where(usable, age, np.iinfo(np.int64).max).argmin()])
 
     def _give(self, index: int, digest: bytes) -> None:
-        generation = int(self._entries["generation"][index]) + 1
+        generation = int(self.entries["generation"][index]) + 1
         self._set(index, state=WRITING, generation=generation, tag=_tag(digest), key=_words(digest))
         self._set(index, owner=os.getpid(), since=time.time())
 
     def _set(self, index: int, **values: Any) -> None:
         for name, value in values.items():
-            self._entries[name][index] = value
+            self.entries[name][index] = value
 
     def _find(self, digest: bytes) -> int | None:
         """Return the slot of a block, None if it is not there."""
         places = self._places(np.array([_tag(digest)], np.uint64))[0]
-        entries = self._entries[places]
+        entries = self.entries[places]
         found = np.flatnonzero((entries["key"] == _words(digest)).all(1) & (entries["state"] == VALID))
         return int(places[found[0]]) if len(found) else None
 

@@ -152,6 +152,11 @@ class StagedConnector:
         self._arrived: set[int] = set()
         self._failed: set[int] = set()
 
+    @property
+    def store(self) -> BlockStore:
+        """The store."""
+        return self._store
+
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
         self._background.poll()
         keys = [Key(group, one) for one in hashes]
