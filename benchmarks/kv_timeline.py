@@ -1,6 +1,6 @@
 """A slow load beside a running request: what each step takes, as a picture.
 
-    python benchmarks/kv_timeline.py [--delay 0.04] [--length 400] [--svg docs/kv-load.svg]
+    python benchmarks/kv_timeline.py [--delay 0.02] [--length 400] [--svg docs/kv-load.svg]
 
 The model that ships runs on the CPU, with the connector `disk`, which is made to get a block each `--delay` seconds.
 One request decodes. Then a prompt comes whose blocks are on the disk. Printed are the median and the longest step of
@@ -168,7 +168,7 @@ def say(steps: Sequence[Step]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--delay", type=float, default=0.04, help="seconds between two blocks")
+    parser.add_argument("--delay", type=float, default=0.02, help="seconds between two blocks")
     parser.add_argument("--length", type=positive, default=400, help="tokens of the prompt that comes")
     parser.add_argument("--quiet", type=positive, default=16, help="steps before it comes")
     parser.add_argument("--svg", type=Path, help="file of the picture")
