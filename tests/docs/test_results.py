@@ -28,7 +28,7 @@ def test_a_result_names_machine_date_command_and_source(path: Path) -> None:
 
 
 def test_the_pages_of_figures_show_every_result() -> None:
-    pages = ("performance.md", "figures.md", "kv-tiers.md", "prefill-decode.md")
+    pages = ("performance.md", "figures.md", "kv-tiers.md", "prefill-decode.md", "structured-output.md")
     text = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages)
     shown = re.findall(r"<!-- generated: results\.([\w-]+) -->", text)
     assert sorted(shown) == sorted(path.stem for path in RESULTS)
