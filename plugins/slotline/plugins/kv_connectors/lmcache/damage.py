@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from slotline.plugins.kv_connectors.disk.block_file import HEADER_BYTES
+from slotline.plugins.kv_connectors.disk.file_reader import HEADER_BYTES
 from slotline.plugins.kv_connectors.lmcache.store import LMCacheConnector, RemoteStore
 from slotline.registry.contracts import KVConnector
 
