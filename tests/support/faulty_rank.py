@@ -51,10 +51,10 @@ class Attention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._built, name)
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments: Any, **more: Any) -> Any:
         """Go wrong, or attend."""
         go_wrong()
-        return self._built.forward(*arguments)
+        return self._built.forward(*arguments, **more)
 
 
 descriptor = evolve(
