@@ -21,6 +21,7 @@ from slotline.plugins.kv_connectors.tiers import tiers
 from slotline.plugins.kv_transfer.block_copy import CacheBlockCopy
 from slotline.registry.contracts import CacheBlock, ConnectorGroup, KVConnectorContext
 from slotline.registry.errors import NegotiationError, PluginLoadError, PluginNotFoundError
+from slotline.testing import Outcome, check_plugin
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(38, 89, 96, 161)]
 
@@ -273,3 +274,9 @@ def test_a_policy_that_is_none_is_refused(tiny: Tiny) -> None:
     for name, text in (("mru", "is no policy"), ("builtins:dict", "it lacks add"), ("absent:X", "absent")):
         with pytest.raises(PluginLoadError, match=text):
             LLM(tiny("llama"), **SMALL, **settings, **{"kv_connector.host_memory.policy": name})
+
+
+def test_blocks_that_a_promotion_gave_up_do_not_outlast_a_reset() -> None:
+    """The check resets between loads from the lower tier, each of which the upper one makes room for."""
+    records = check_plugin("kv_connector:tiers", only=lambda item: item.id == "kv_connector.fuzz.traffic", device="cpu")
+    assert [(record.outcome, record.reason) for record in records] == [(Outcome.PASSED, "")]

@@ -171,14 +171,11 @@ class Tiers:
             self._pace.restart()
         self._failed |= {one.block for one in self._assign(loads)}
         self._save(0, saves)
-        most, later = 0 if self._pace is not None else DEVICE_BYTES, list[Tier]()
-        for number, tier in enumerate(self._tiers):
-            read = {one.block for below in self._tiers[number + 1 :] for one in below.saves}
-            if clash := any(one.block in read for one in tier.loads):
-                later.append(tier)  # its loads write what lower tiers have still to save
-            self._start(tier, None if clash else most)
-        for tier in later:
-            self._start(tier, most)
+        written = {one.block for tier in self._tiers for one in tier.loads}
+        for tier in self._tiers[1:]:
+            tier.saves = [self._set_aside(tier, one) if one.block in written else one for one in tier.saves]
+        for tier in self._tiers:
+            self._start(tier, 0 if self._pace is not None else DEVICE_BYTES)
 
     def wait(self) -> None:
         if self._pace is not None:
@@ -213,6 +210,9 @@ class Tiers:
 
     def reset(self) -> None:
         for tier in self._tiers:
+            self._failed |= {one.block for one in tier.loads}  # not begun, and soon other blocks may have their hashes
+            tier.loads, tier.saves = [], []
+            tier.copy.rows.clear()
             tier.connector.reset()
 
     def counts(self) -> Mapping[str, float]:
@@ -254,6 +254,14 @@ class Tiers:
             if tier.capabilities.spills.support:
                 return
 
+    def _set_aside(self, tier: Tier, one: CacheBlock) -> CacheBlock:
+        """Copy a block that loads are about to write, and that a lower tier has still to save."""
+        row = torch.empty(self._sizes[one.group], dtype=torch.uint8)
+        self._saves.begin_to_host(one.group, [one.block], [row])
+        self._saves.wait_for({row.data_ptr()})
+        tier.copy.rows.append(row)
+        return CacheBlock(one.group, one.block_hash, tier.copy.first + len(tier.copy.rows) - 1)
+
     def _spilled(self, number: int, blocks: Sequence[EvictedBlock]) -> None:
         """Have a tier take blocks that the one above gives up, and those below that do not hear of it otherwise."""
         self._saves.wait_for({one.row.data_ptr() for one in blocks})
@@ -278,11 +286,11 @@ class Tiers:
                 self._start(tier, 1)
         pace.end()
 
-    def _start(self, tier: Tier, most: int | None) -> None:
+    def _start(self, tier: Tier, most: int) -> None:
         """Start what a tier has to do. Tiers above have been started: what they give up is known.
 
         Args:
-            most: bytes of its loads, where a step begins a part of them. None for no loads of any tier.
+            most: bytes of its loads, where a step begins a part of them.
         """
         saves, tier.saves = tier.saves, []
         loads = self._part(tier, most)
@@ -304,13 +312,13 @@ class Tiers:
             tier.copy.rows.clear()
             tier.copy.begun = []
 
-    def _part(self, tier: Tier, most: int | None) -> list[CacheBlock]:
+    def _part(self, tier: Tier, most: int) -> list[CacheBlock]:
         """Take the loads that a step begins, of those that the tier has to do.
 
         To begin copies takes the host's time, which the step lasts longer by. An asynchronous tier sees to that itself,
         and one that copies in the order of the stream must copy all in the step that asks for them.
         """
-        count = 0 if most is None else len(tier.loads)
+        count = len(tier.loads)
         if tier.copy.beside:
             sizes = accumulate(self._sizes[one.group] for one in tier.loads)
             count = min(count, 1 + sum(size < most for size in sizes)) if most else 0
@@ -330,9 +338,10 @@ class Tiers:
         if blocks and number and self._promote:
             self._promoted += len(blocks)
             self._save(0, blocks)
-            for one in [one for one in self._tiers if one.saves]:
-                self._start(one, None)
-                one.connector.wait()
+            for one in self._tiers:
+                if one.saves:  # those of a tier above it, too
+                    self._start(one, 0)
+                    one.connector.wait()
         return arrived
 
     def _forget(self, block: int) -> CacheBlock:
