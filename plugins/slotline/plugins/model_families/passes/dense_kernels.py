@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 _FOUR = 4
 SIGNATURE = types.void(types.CPointer(types.int64))
 CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_TOLD = Struct(f"{PLACES}q")
 
 
 @intrinsic
@@ -79,6 +81,16 @@ def adds_pairs() -> bool:
     return "+avx512bf16" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
+def add_products(b: Any, total: Any, weight: Any, given: Any, *, paired: bool) -> Any:
+    """Return a vector of float32 sums with products added: of float32, or of bfloat16 in pairs if `paired`."""
+    if not paired:
+        return b.fadd(total, b.fmul(weight, given, flags=("contract",)), flags=("contract",))
+    pairs, name = ir.VectorType(Bfloat16(), 2 * LANES), "llvm.x86.avx512bf16.dpbf16ps.512"
+    kind = ir.FunctionType(total.type, [total.type, pairs, pairs])
+    function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    return b.call(function, [total, b.bitcast(weight, pairs), b.bitcast(given, pairs)])
+
+
 def _dots(rows: int, *, narrow: bool, paired: bool) -> Any:
     """Return an intrinsic that writes the dot products of `rows` inputs with four outputs' weights, [rows, 4].
 
@@ -111,19 +123,11 @@ def _dots(rows: int, *, narrow: bool, paired: bool) -> Any:
                 place = b.inttoptr(b.add(x, b.mul(place, ir.Constant(word, 2 if paired else 4))), vector.as_pointer())
                 given = b.load(place, align=2 if paired else 4)
                 for k in range(_FOUR):
-                    b.store(add(b, b.load(sums[row][k]), weights[k], given), sums[row][k])
+                    b.store(add_products(b, b.load(sums[row][k]), weights[k], given, paired=paired), sums[row][k])
         for row in range(rows):
             for k in range(_FOUR):
                 place = b.add(out, ir.Constant(word, 4 * (row * _FOUR + k)))
                 b.store(_across(b, b.load(sums[row][k])), b.inttoptr(place, ir.FloatType().as_pointer()), align=4)
-
-    def add(b: Any, total: Any, weight: Any, given: Any) -> Any:
-        if not paired:
-            return b.fadd(total, b.fmul(weight, given, flags=("contract",)), flags=("contract",))
-        pairs, name = ir.VectorType(Bfloat16(), lanes), "llvm.x86.avx512bf16.dpbf16ps.512"
-        kind = ir.FunctionType(vector, [vector, pairs, pairs])
-        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-        return b.call(function, [total, b.bitcast(weight, pairs), b.bitcast(given, pairs)])
 
     def _load(b: Any, address: Any) -> Any:
         if paired:
@@ -263,22 +267,42 @@ def few_rows(
     narrow = weight.dtype == torch.bfloat16
     paired = narrow and x.dtype == torch.bfloat16 and inputs % (2 * LANES) == 0 and adds_pairs()
     given = (x if paired else x.to(torch.float32)).contiguous()
-    second = None if other is None else other.contiguous()
     out = x.new_empty((*x.shape[:-1], outputs))
-    threads = torch.get_num_threads()
+    run_product(_kernel(narrow=narrow, paired=paired), given, weight.data_ptr(), bias, other, out, mode)
+    return out
+
+
+def run_product(
+    kernel: tuple[int, Any],
+    x: torch.Tensor,
+    weight: int,
+    bias: torch.Tensor | None,
+    other: torch.Tensor | None,
+    out: torch.Tensor,
+    mode: int,
+) -> None:
+    """Run a compiled product in torch's threads.
+
+    Args:
+        kernel: its address, and how to call it.
+        x: [..., in_features], contiguous, in the dtype that the kernel takes.
+        weight: address of the weight.
+        out: [..., out_features], contiguous.
+    """
+    if other is not None and not other.is_contiguous():
+        other = other.contiguous()
+    threads, inputs = torch.get_num_threads(), x.shape[-1]
     team = torch_team() if threads > 1 else None
     functions = (0, 0) if team is None else (team.thread_num, team.num_threads)
-    told = (ctypes.c_int64 * PLACES)(
-        *(given.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()),
-        *(0 if second is None else second.data_ptr(), out.data_ptr()),
-        *(given.numel() // inputs, inputs, outputs, mode, *functions),
+    told = _TOLD.pack(
+        *(x.data_ptr(), weight, 0 if bias is None else bias.data_ptr()),
+        *(0 if other is None else other.data_ptr(), out.data_ptr()),
+        *(x.numel() // inputs, inputs, out.shape[-1], mode, *functions),
     )
-    kernel, at = _kernel(narrow=narrow, paired=paired), ctypes.addressof(told)
     if team is None:
-        kernel[1](at)
+        kernel[1](told)
     else:
-        team.run(kernel[0], at, threads)
-    return out
+        team.run(kernel[0], told, threads)
 
 
 @cache

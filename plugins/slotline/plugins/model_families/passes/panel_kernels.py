@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from numba.extending import intrinsic
 
 from slotline.kernels.exponential import exp
 from slotline.kernels.numba_cache import cached_cfunc
-from slotline.kernels.torch_threads import torch_team
 from slotline.plugins.model_families.passes.dense_kernels import (
     ADD,
     BIAS,
@@ -45,12 +43,13 @@ from slotline.plugins.model_families.passes.dense_kernels import (
     SWISH,
     THREAD_NUM,
     WEIGHT,
-    Bfloat16,
     X,
+    add_products,
     adds_pairs,
     ask,
     element_pointer,
     rounded_bits,
+    run_product,
     widened,
 )
 
@@ -130,24 +129,16 @@ def _sums(rows: int, *, narrow: bool, paired: bool) -> Any:
                 else:
                     given = splat(b, at(b, starts[row], taken, ir.FloatType(), 4), vector)
                 for v in range(vectors):
-                    b.store(add(b, b.load(sums[row][v]), weights[v], given), sums[row][v])
+                    b.store(add_products(b, b.load(sums[row][v]), weights[v], given, paired=paired), sums[row][v])
                 if second:
                     later = b.add(taken, ir.Constant(word, 4))
                     given = splat(b, at(b, starts[row], later, ir.FloatType(), 4), vector)
                     for v in range(vectors):
-                        b.store(add(b, b.load(sums[row][v]), second[v], given), sums[row][v])
+                        b.store(add_products(b, b.load(sums[row][v]), second[v], given, paired=paired), sums[row][v])
         for row in range(rows):
             for v in range(vectors):
                 place = b.add(out, ir.Constant(word, 4 * (row * WIDTH + v * LANES)))
                 b.store(b.load(sums[row][v]), b.inttoptr(place, vector.as_pointer()), align=4)
-
-    def add(b: Any, total: Any, weight: Any, given: Any) -> Any:
-        if not paired:
-            return b.fadd(total, b.fmul(weight, given, flags=("contract",)), flags=("contract",))
-        pairs, name = ir.VectorType(Bfloat16(), 2 * LANES), "llvm.x86.avx512bf16.dpbf16ps.512"
-        kind = ir.FunctionType(vector, [vector, pairs, pairs])
-        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
-        return b.call(function, [total, b.bitcast(weight, pairs), b.bitcast(given, pairs)])
 
     @intrinsic
     def sums(typingctx, x, panel, out, inputs, steps):  # type: ignore[no-untyped-def]
@@ -240,37 +231,20 @@ def few_rows(
         panels: address of the weight, see `address_of`.
         other: [..., outputs], what `mode` adds or multiplies by.
     """
-    inputs, dtype = x.shape[-1], x.dtype
+    dtype = x.dtype
     narrow = dtype == torch.bfloat16
     paired = narrow and adds_pairs()
     given = x if paired or not narrow else x.float()
     if not given.is_contiguous():
         given = given.contiguous()
-    if other is not None and not other.is_contiguous():
-        other = other.contiguous()
     out = torch.empty((*x.shape[:-1], outputs), dtype=dtype)
-    threads = torch.get_num_threads()
-    team = torch_team() if threads > 1 else None
-    functions = (0, 0) if team is None else (team.thread_num, team.num_threads)
-    told = _TOLD.pack(
-        *(given.data_ptr(), panels, 0 if bias is None else bias.data_ptr()),
-        *(0 if other is None else other.data_ptr(), out.data_ptr()),
-        *(given.numel() // inputs, inputs, outputs, mode, *functions),
-    )
-    kernel = _kernel(narrow=narrow, paired=paired)
-    if team is None:
-        kernel[1](told)
-    else:
-        team.run(kernel[0], told, threads)
+    run_product(_kernel(narrow=narrow, paired=paired), given, panels, bias, other, out, mode)
     return out
 
 
 def address_of(packed: torch.Tensor) -> int:
     """Return the address of a weight in oneDNN's layout, which stays while the tensor lives."""
     return int(torch.ops.mkldnn.data_ptr.default(packed))
-
-
-_TOLD = Struct(f"{PLACES}q")
 
 
 @cache
