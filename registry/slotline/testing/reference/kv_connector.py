@@ -316,9 +316,7 @@ class LayerBlocks(FewBlocks):
         group = self.context.groups[block.group]
         number = [one.index for one in group.layers].index(layer)
         first = sum(group.layer_bytes[:number])
-        row = torch.empty(group.block_bytes, dtype=torch.uint8)
-        self.context.copy.to_host(block.group, [block.block], [row])
-        return row[first : first + group.layer_bytes[number]].clone()
+        return self.copied(block)[first : first + group.layer_bytes[number]].clone()
 
     def reset(self) -> None:
         super().reset()
@@ -433,9 +431,7 @@ class FileBlocks(FewBlocks):
 
     def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
         for one in saves:
-            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
-            self.context.copy.to_host(one.group, [one.block], [row])
-            self.write(self.file(one.group, one.block_hash), row.numpy().tobytes())
+            self.write(self.file(one.group, one.block_hash), self.copied(one).numpy().tobytes())
 
     def write(self, file: Path, data: bytes) -> None:
         """Write a file as a whole, or none if the disk is full."""
