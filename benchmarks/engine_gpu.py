@@ -21,9 +21,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from card_rates import measured_rates
 from command_line import at_least, positive, require_gpus
 from result_file import write_result
-from step_gpu import BANDWIDTH, MATRIX_RATE, kind_of, random_llm
+from step_gpu import kind_of, random_llm
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
@@ -54,11 +55,12 @@ def least_seconds(llm: LLM, work: Workload) -> float:
     lengths = [(len(prompt), out) for prompt, out in zip(work.waves[-1], work.max_tokens[-1], strict=True)]
     prompt_tokens = sum(prompt for prompt, _ in lengths)
     operations = 2 * body * prompt_tokens + 2 * head * len(lengths) + pairs * sum(p * p / 2 for p, _ in lengths)
-    total = max(operations / MATRIX_RATE, 2 * (body + head) / BANDWIDTH)
+    bandwidth, matrix_rate = measured_rates()
+    total = max(operations / matrix_rate, 2 * (body + head) / bandwidth)
     for step in range(1, max(out for _, out in lengths)):
         running = [prompt + step for prompt, out in lengths if out > step]
         read = 2 * (body + head) + per_token * sum(running)
-        total += max(read / BANDWIDTH, (2 * (body + head) * len(running) + pairs * sum(running)) / MATRIX_RATE)
+        total += max(read / bandwidth, (2 * (body + head) * len(running) + pairs * sum(running)) / matrix_rate)
     return float(total)
 
 

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from card_rates import Rates, measured_rates
 from command_line import at_least, positive, require_gpus
 from engine_gpu import build, profiled
 from result_file import write_result
@@ -35,32 +35,6 @@ from slotline.core import LLM
 
 SHORT = "benchmarks/models/llama-tiny --requests 8 --shared 64 --own 8 --out 4 --groups 2 --runs 1"
 FORMS = ("one", "groups", "levels")
-
-
-class Rates(NamedTuple):
-    """Bytes and operations of a second that the card reaches."""
-
-    bandwidth: float
-    operations: float
-
-
-def measured_rates() -> Rates:
-    """Time a large copy and a large product, the best of some."""
-    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    copy = min(_seconds(lambda: target.copy_(source)) for _ in range(8))
-    product = min(_seconds(lambda: matrix @ matrix) for _ in range(8))
-    return Rates(2 * source.numel() / copy, 2 * 8192**3 / product)
-
-
-def _seconds(call: Any) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 def prompts_of(form: str, requests: int, shared: int, own: int, groups: int) -> list[list[int]]:
@@ -183,7 +157,7 @@ def main() -> None:
     start = perf_counter()
     llm, _ = build(arguments.folder, arguments.settings)
     print(llm.plan.summary(), f"built in {perf_counter() - start:.1f} s", sep="\n")
-    print(f"{torch.cuda.get_device_name()}: {rates.bandwidth / 1e12:.2f} TB/s, {rates.operations / 1e12:.0f} TFLOP/s")
+    print(rates)
     found = []
     for form in arguments.form:
         prompts = prompts_of(form, arguments.requests, arguments.shared, arguments.own, arguments.groups)

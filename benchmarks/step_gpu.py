@@ -1,12 +1,13 @@
 """GPU time of a step of a dense decoder, by kind of kernel, against what the card could do at best.
 
     python benchmarks/step_gpu.py benchmarks/models/qwen3-0.6b [--decode 1:270 32:270 256:840] [--prefill 4:2048]
-        [--kernels] [--set optimize=false]
+        [--kernels] [--set optimize=false] [--json FILE]
 
 A shape is REQUESTS:TOKENS; a decode step has so many tokens of context. Weights are random and made on the device. A
 decode step is a replay of its captured graph: wall time is the median of replays by events, busy time the sum of its
 kernels as torch's profiler sees them. Prefill runs eagerly; its first step is profiled. The limit is the bytes of
-weights and keys over 4.3 TB/s, or the operations over 790 TFLOP/s, whichever is longer.
+weights and keys over the rate of a large copy on this card, or the operations over that of a large product, whichever
+is longer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from card_rates import measured_rates
 from command_line import require_gpus
+from result_file import write_result
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
@@ -30,7 +33,6 @@ from slotline.plugins.model_families import binding, checkpoint, loading
 from slotline.plugins.model_families.quantized import load
 
 SHORT = "benchmarks/models/llama-tiny --decode 1:16 --prefill 1:16"
-BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 ROOM = 64
 """Tokens that a request may give, so that none ends while others are still prefilled."""
 KINDS = {
@@ -189,7 +191,8 @@ def limit(llm: LLM, requests: int, context: int, tokens: int) -> float:
     pairs = requests * (context * tokens - tokens * (tokens - 1) / 2)
     operations = 2 * body * requests * tokens + 2 * head * requests
     operations += sum(4 * layer.num_heads * layer.head_size for layer in layers) * pairs
-    return float(1e6 * max(2 * (body + head + keys) / BANDWIDTH, operations / MATRIX_RATE))
+    rates = measured_rates()
+    return float(1e6 * max(2 * (body + head + keys) / rates.bandwidth, operations / rates.operations))
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=shape, nargs="*", default=[(4, 2048)])
     parser.add_argument("--kernels", action="store_true", help="the sixteen longest kernels of each step, too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     arguments = parser.parse_args()
     require_gpus()
     shapes = arguments.decode + arguments.prefill
@@ -211,15 +215,21 @@ def main() -> None:
     batch = max([8192, *(requests * tokens for requests, tokens in arguments.prefill)])
     sizes = ",".join(map(str, sorted({requests for requests, _ in arguments.decode}))) or "1"
     llm = engine(arguments.folder, longest, largest, batch, [f"graphs.sizes=[{sizes}]", *arguments.settings])
-    print(llm.plan.summary(), "\n".join(llm.engine.notes), sep="\n")
-    for requests, tokens in arguments.decode:
-        measured, found = decode(llm, requests, tokens)
-        best = limit(llm, requests, tokens, 1)
-        show(f"decode {requests} x {tokens}", measured, found, best, each=arguments.kernels)
-    for requests, tokens in arguments.prefill:
-        measured, found = prefill(llm, requests, tokens)
-        best = limit(llm, requests, tokens, tokens)
-        show(f"prefill {requests} x {tokens}", measured, found, best, each=arguments.kernels)
+    rates = measured_rates()
+    print(llm.plan.summary(), "\n".join(llm.engine.notes), rates, sep="\n")
+    rows = []
+    for kind, few in (("decode", arguments.decode), ("prefill", arguments.prefill)):
+        for requests, tokens in few:
+            measured, found = (decode if kind == "decode" else prefill)(llm, requests, tokens)
+            best = limit(llm, requests, tokens, 1 if kind == "decode" else tokens)
+            title = f"{kind} {requests} x {tokens}"
+            show(title, measured, found, best, each=arguments.kernels)
+            launches = sum(kernel.count for kernel in found)
+            rows.append([title, f"{measured:.0f}", f"{best:.0f}", f"{100 * best / measured:.0f} %", str(launches)])
+    if arguments.json:
+        columns = [f"{arguments.folder.name}, step", "us", "limit, us", "share of the limit", "launches"]
+        note = f"Random bfloat16 weights. Limit at {rates.bandwidth / 1e12:.2f} TB/s and {rates.operations / 1e12:.0f}"
+        write_result(arguments.json, "step_gpu", columns, rows, note=f"{note} TFLOP/s, measured.")
 
 
 if __name__ == "__main__":
