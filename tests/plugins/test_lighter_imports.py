@@ -6,17 +6,29 @@ import builtins
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from slotline.plugins.model_families.lighter_imports import Later, lighter_imports
+from slotline.plugins.model_families.later_names import Later
+from slotline.plugins.model_families.lighter_imports import lighter_imports
+from slotline.plugins.model_families.plain_shapes import _PLAIN, plain_shapes
 
 HEAVY = (
     "torch._dynamo",
     "torch._inductor",
     "triton",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
     "scipy.optimize",
+    "sympy",
+    "accelerate",
+    "huggingface_hub.hf_api",
     "peft",
     "copier",
     "datasets",
@@ -82,6 +94,61 @@ def test_what_was_put_off_is_as_if_it_had_been_imported() -> None:
         "False TransformGetItemToIndex",
         "[0, 1] builtin_function_or_method",
     ]
+
+
+@pytest.mark.slow
+def test_classes_and_styles_that_were_put_off_are_those_of_torch_and_transformers() -> None:
+    said = run("""
+        import sys, torch
+        import slotline.plugins.model_families.transformers_model
+        from transformers.distributed import fsdp, mixin, parallel_utils, sharding_utils, utils
+        from transformers.utils import hub
+        late = "torch.distributed.tensor"
+        plain = torch.ones(2)
+        print(utils.is_dtensor(plain), isinstance(plain, sharding_utils.DTensor), late in sys.modules)
+        print("colwise" in mixin.ALL_PARALLEL_STYLES, "grouped_gemm" in parallel_utils.ALL_PARALLEL_STYLES)
+        print(type(mixin.ALL_PARALLEL_STYLES) is parallel_utils.ParallelInterface, late in sys.modules)
+        from torch.distributed.tensor import DTensor
+        class Known(DTensor):
+            pass
+        sharded = torch.Tensor._make_subclass(Known, plain)
+        print(utils.is_dtensor(sharded), isinstance(sharded, parallel_utils.DTensor), parallel_utils.DTensor is DTensor)
+        class Own(hub.HfApi):
+            pass
+        print(Own.__mro__[1].__module__, mixin.apply_tensor_parallelism.__name__, hub.hf_api().library_name)
+    """)
+    assert said.splitlines() == [
+        "False False False",
+        "True True",
+        "True True",
+        "True True True",
+        "huggingface_hub.hf_api apply_tensor_parallelism transformers",
+    ]
+
+
+def test_functions_of_shapes_do_with_plain_numbers_what_torch_does_and_leave_it_the_others() -> None:
+    from torch.fx.experimental import symbolic_shapes
+
+    sizes = (True, False, 0, 3, (2, 3), [2, 3], (2,), 1.5, "x", None)
+    names = (*_PLAIN,)
+    ours = plain_shapes(names)
+    assert plain_shapes(("guard_or_false", "something_new")) is None
+    for name in names:
+        function, real = getattr(ours, name), getattr(symbolic_shapes, name)
+        for values in (*((one,) for one in sizes), *product(sizes, sizes)):
+            assert outcome(function, values) == outcome(real, values), (name, values)
+    size = symbolic_shapes.ShapeEnv().create_unbacked_symint()
+    assert ours.guard_or_false(size == 3) is False
+    assert ours.guard_or_true(size == 3) is True
+
+
+def outcome(function: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    """What a call gives or raises."""
+    try:
+        result = function(*values)
+    except Exception as error:
+        return type(error)
+    return type(result), result
 
 
 def test_a_function_put_off_takes_its_place_when_it_is_called() -> None:

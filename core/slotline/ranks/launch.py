@@ -13,18 +13,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from attrs import define
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from slotline.ranks.messages import pickled
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError, RankError
 from slotline.registry.loading import one_line
 from slotline.registry.ranks import Place
+
+if TYPE_CHECKING:  # an engine of one process does without the launcher
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CONFIG = "slotline/config"
@@ -135,6 +137,9 @@ def start_programs(
     Raises:
         RankError: if they cannot be started.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
     try:
         with _quietly():
             context = start_processes(

@@ -1,11 +1,12 @@
 """transformers' modeling code, imported without packages that no model here needs. Import this before `transformers`.
 
 Half of the time to import `transformers.modeling_utils` goes to SciPy's optimizers, for a loss of object detectors, to
-torch's compiler, for decorators that only matter to it, and to a second look into each of transformers' 2,300 files.
-While the modules below are imported
+torch's compiler, for decorators that only matter to it, to distributed tensors and SymPy, to Accelerate, to the client
+of a model hub, and to a second look into each of transformers' 2,300 files. While the modules below are imported
 
-- functions that are imported by name and only called later (`_LATER`) are objects that import them when called,
+- names that are imported and only used later (`later_names`) are objects that import them when they are used,
 - decorators of `torch._dynamo` mark functions as torch's own would, as soon as that package is imported,
+- torch's questions about symbolic sizes are answered for plain ones without SymPy (`plain_shapes`),
 - the contents of transformers' folders are remembered from the first look to the second.
 
 All of it looks at what transformers asks for, so a release that asks for other names gets them as always. Imports of
@@ -17,45 +18,27 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
 from threading import Lock
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from slotline.plugins.model_families.later_names import LATER, Later, complete_later
+from slotline.plugins.model_families.plain_shapes import SHAPES, plain_shapes
+
 _MODELING = ("transformers.modeling_utils", "transformers.generation.utils")
 _COMPILER = "torch._dynamo"
+_TENSORS = "torch.distributed.tensor"
+_SYMBOLIC = frozenset({SHAPES, "sympy"})
 _DISABLED = "__dynamo_disable"
 """Attribute in which `torch._compile` keeps what `torch._dynamo.disable` made of a function."""
-_TRACING = "torch._dynamo._trace_wrapped_higher_order_op"
-_LATER: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"scipy.optimize": frozenset({"linear_sum_assignment"}), _TRACING: frozenset({"TransformGetItemToIndex"})}
-)
-"""Names that transformers imports from a module and only calls."""
-
-
-class Later:
-    """Function of a module that is imported when it is called first."""
-
-    def __init__(self, module: str, name: str, holder: dict[str, Any]) -> None:
-        self._module, self._name, self._holder = module, name, holder
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the function."""
-        return self.settle()(*args, **named)
-
-    def settle(self) -> Any:
-        """Put the function in place of this object where that was imported to. Return the function."""
-        function = getattr(importlib.import_module(self._module), self._name)
-        for name, value in list(self._holder.items()):
-            if value is self:
-                self._holder[name] = function
-        return function
 
 
 class CompilerMarks:
@@ -146,6 +129,39 @@ def _replace(function: Callable[..., Any], marked: Callable[..., Any]) -> None:
         setattr(owner, name, marked)
 
 
+def _remember_folders(import_utils: Any) -> None:
+    """Let transformers remember the contents of all its folders, not of the last 128."""
+    look: Any = getattr(import_utils, "create_import_structure_from_path", None)
+    if hasattr(look, "cache_info") and look.cache_info().maxsize is not None:
+        import_utils.create_import_structure_from_path = lru_cache(maxsize=None)(look.__wrapped__)
+
+
+def _know_tensors(utils: Any) -> None:
+    """Let a check for distributed tensors do without their module until it is imported: until then there is none."""
+    check = utils.is_dtensor
+
+    @wraps(check)
+    def is_dtensor(value: object) -> bool:
+        return _TENSORS in sys.modules and bool(check(value))
+
+    utils.is_dtensor = is_dtensor
+
+
+def _complete_styles(utils: Any) -> None:
+    if (styles := getattr(utils, "ALL_PARALLEL_STYLES", None)) is not None:
+        complete_later(styles)
+
+
+_LOOKS: Mapping[str, Callable[[Any], None]] = MappingProxyType(
+    {
+        "transformers.distributed.parallel_utils": _complete_styles,
+        "transformers.distributed.utils": _know_tensors,
+        "transformers.utils.import_utils": _remember_folders,
+    }
+)
+"""What is changed in modules of transformers once they are imported."""
+
+
 class _Imports:
     """Lighter imports of the process, in place while any thread wants them."""
 
@@ -154,6 +170,7 @@ class _Imports:
         self._lock = Lock()
         self._wanted = 0
         self._restore: list[Callable[[], None]] = []
+        self._looks = dict(_LOOKS)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -196,17 +213,30 @@ class _Imports:
         importer = (globals or {}).get("__name__", "")
         if importer == "torch._compile" and name == _COMPILER and _COMPILER not in sys.modules:
             return torch
+        if name in _SYMBOLIC and name not in sys.modules and locals is None and importer.partition(".")[0] == "torch":
+            plain_ones = plain_shapes(fromlist) if fromlist else SimpleNamespace(Basic=Later(name, "Basic", {}))
+            return plain_ones or plain(name, globals, locals, fromlist, level)
         if importer.partition(".")[0] != "transformers":
             return plain(name, globals, locals, fromlist, level)
-        if fromlist and name in _LATER and name not in sys.modules and _LATER[name].issuperset(fromlist):
-            laters = {each: Later(name, each, globals) for each in fromlist}
-            if name == _TRACING:
-                self._marks.laters += laters.values()
-            return SimpleNamespace(**laters)
-        module = plain(name, globals, locals, fromlist, level)
-        if importer == "transformers" and name == "utils.import_utils":
-            _remember_folders(module)
+        origin = resolve_name("." * level + name, globals["__package__"]) if level else name
+        module = self._from(partial(plain, name, globals, locals, level=level), origin, fromlist or (), globals)
+        if origin in self._looks and fromlist:
+            self._looks.pop(origin)(module)
         return module
+
+    def _from(self, plain: Callable[..., Any], origin: str, names: Sequence[str], holder: Any) -> Any:
+        """Import names from a module, later what can wait."""
+        late = LATER.get(origin, frozenset()).intersection(names).difference(vars(sys.modules.get(origin, Any)))
+        if not late:
+            return plain(fromlist=names)
+        laters = {each: Later(origin, each, holder) for each in late}
+        if origin.startswith(("torch.", "transformers.")):
+            self._marks.laters += laters.values()
+        others = tuple(each for each in names if each not in late)
+        if not others:
+            return SimpleNamespace(**laters)
+        module = plain(fromlist=others)
+        return SimpleNamespace(**{each: getattr(module, each) for each in others}, **laters)
 
 
 _IMPORTS = _Imports()
@@ -215,13 +245,6 @@ _IMPORTS = _Imports()
 def lighter_imports() -> AbstractContextManager[None]:
     """Import less inside, see the module. Forward passes on the meta device do without the compiler, too."""
     return _IMPORTS
-
-
-def _remember_folders(import_utils: Any) -> None:
-    """Let transformers remember the contents of all its folders, not of the last 128."""
-    look: Any = getattr(import_utils, "create_import_structure_from_path", None)
-    if hasattr(look, "cache_info") and look.cache_info().maxsize is not None:
-        import_utils.create_import_structure_from_path = lru_cache(maxsize=None)(look.__wrapped__)
 
 
 def _import() -> None:
