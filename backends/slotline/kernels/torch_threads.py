@@ -23,11 +23,13 @@ class Team:
     Attributes:
         library: keeps it loaded.
         thread_num, num_threads: addresses of ``omp_get_thread_num`` and ``omp_get_num_threads``.
+        barrier: address of ``GOMP_barrier``, by which the threads of a team wait for each other.
     """
 
     library: ctypes.CDLL
     thread_num: int
     num_threads: int
+    barrier: int
 
     def run(self, address: int, data: int | bytes, threads: int) -> None:
         """Call the C function ``void(void *)`` at an address once in each thread."""
@@ -50,11 +52,8 @@ def torch_team() -> Team | None:
         library = ctypes.CDLL(found[0])
         library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         library.GOMP_parallel.restype = None
-        own = (
-            ctypes.cast(getattr(library, f"omp_get_{what}"), ctypes.c_void_p).value
-            for what in ("thread_num", "num_threads")
-        )
-        thread_num, num_threads = own
+        names = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+        own = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
     except (OSError, AttributeError):
         return None
-    return None if thread_num is None or num_threads is None else Team(library, thread_num, num_threads)
+    return Team(library, *own) if all(own) else None

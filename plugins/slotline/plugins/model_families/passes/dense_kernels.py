@@ -246,6 +246,11 @@ def compile_product(*, narrow: bool, paired: bool) -> Any:
     return cached_cfunc(SIGNATURE, product, fastmath=FAST)
 
 
+def takes_pairs(inputs: int) -> bool:
+    """Return True if the kernel of bfloat16 takes so many inputs as they are."""
+    return inputs % (2 * LANES) == 0 and adds_pairs()
+
+
 def runs() -> bool:
     """Return True if the kernel has torch's threads, or needs none."""
     return torch.get_num_threads() == 1 or torch_team() is not None
@@ -265,7 +270,7 @@ def few_rows(
     """
     outputs, inputs = weight.shape
     narrow = weight.dtype == torch.bfloat16
-    paired = narrow and x.dtype == torch.bfloat16 and inputs % (2 * LANES) == 0 and adds_pairs()
+    paired = narrow and x.dtype == torch.bfloat16 and takes_pairs(inputs)
     given = (x if paired else x.to(torch.float32)).contiguous()
     out = x.new_empty((*x.shape[:-1], outputs))
     run_product(_kernel(narrow=narrow, paired=paired), given, weight.data_ptr(), bias, other, out, mode)

@@ -26,12 +26,13 @@ class FusedGatedMLP(nn.Module):
     Attributes:
         gate_proj, up_proj, down_proj: packed linear layers, or an adapter's replacements.
         act_fn: the original activation, for projections that were replaced.
+        operation: oneDNN's name of the activation.
     """
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, act_fn: nn.Module, index: int) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj, self.act_fn = gate, up, down, act_fn
-        self._operation, self._algorithm = ACTIVATIONS[index]
+        self.operation, self._algorithm = ACTIVATIONS[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., hidden_size] to [..., hidden_size]."""
@@ -42,7 +43,7 @@ class FusedGatedMLP(nn.Module):
         gate, up = self._modules["gate_proj"], self._modules["up_proj"]
         if not (is_untouched(gate) and is_untouched(up)):
             return self.act_fn(self.gate_proj(x)) * self.up_proj(x)  # type: ignore[no-any-return]
-        return up.times(x, gate.activated(x, self._operation, self._algorithm))
+        return up.times(x, gate.activated(x, self.operation, self._algorithm))
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:

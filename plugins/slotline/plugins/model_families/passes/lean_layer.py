@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from slotline.plugins.model_families.passes.residuals import Residuals, residual
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 from slotline.plugins.model_families.tensor_parallel.token_division import WHOLE, TokenDivision, only_gathers
+
+if TYPE_CHECKING:
+    from slotline.plugins.model_families.passes.layer_tail import LayerTail
 
 KNOWN = CACHES | {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """The arguments that the short forward understands; a mask and a cache only as None."""
@@ -56,13 +59,16 @@ class LeanLayer:
     Attributes:
         tokens: division of a step's tokens among ranks. Where they are divided, all but attention and the products of
             the MLP work on a rank's own.
+        norms: the names of the layer's norms.
+        tail: all that is behind attention as one call for few tokens, see `layer_tail`. None without it.
     """
 
     tokens: TokenDivision = WHOLE
+    tail: LayerTail | None = None
 
     def __init__(self, layer: nn.Module, norms: Norms, residuals: Residuals) -> None:
         self._layer: Any = layer
-        self._norms, self._residuals = norms, residuals
+        self.norms, self._residuals = norms, residuals
         self._original: Callable[..., Any] = layer.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -80,7 +86,7 @@ class LeanLayer:
     @property
     def entrance(self) -> KernelRMSNorm | None:
         """The norm that this layer begins with, if the layer in front may compute it."""
-        norm = None if self._norms.before is None else self._layer._modules.get(self._norms.before)
+        norm = None if self.norms.before is None else self._layer._modules.get(self.norms.before)
         return norm if is_kernel_norm(norm) else None
 
     def chain(
@@ -110,7 +116,7 @@ class LeanLayer:
         return self._run(hidden_states, embeddings, {}, normed, behind, wanted, owned=True)
 
     def _is_lean(self) -> bool:
-        return is_lean(self._layer, self._norms, self._residuals)
+        return is_lean(self._layer, self.norms, self._residuals)
 
     def _run(
         self,
@@ -124,8 +130,8 @@ class LeanLayer:
         owned: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         children, residuals, tokens = self._layer._modules, self._residuals, self.tokens
-        attention, mlp = children["self_attn"], children["mlp"]
-        before, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self._norms]
+        attention = children["self_attn"]
+        before, before_mlp = (None if name is None else children[name] for name in (self.norms[0], self.norms[2]))
         attending = wanted if wanted is not None and attention.forward.takes_wanted() else None
         if normed is None and not tokens.divided and residuals.keeps(hidden_states):
             attended = attention.forward.attended(hidden_states, embeddings, options, before, attending)
@@ -139,7 +145,24 @@ class LeanLayer:
         if wanted is not None:
             mixed = mixed if attending is not None else mixed[:, wanted]
             hidden_states = tokens.some(hidden_states, wanted)
-        o_proj = attention._modules["o_proj"]
+        elif self.tail is not None and not tokens.divided and self.tail.serves(self._layer, before_mlp):
+            found = self.tail(mixed, hidden_states, behind)
+            if found is not None:
+                return found
+        return self.behind_attention(mixed, hidden_states, behind, owned=owned)
+
+    def behind_attention(
+        self, mixed: torch.Tensor, hidden_states: torch.Tensor, behind: KernelRMSNorm | None, *, owned: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the layer's output, and its norm by `behind` if that costs nothing, by separate calls.
+
+        Args:
+            mixed: [batch, num_tokens, in_features of the output projection], what attention gave.
+            hidden_states: [batch, num_tokens, hidden_size], the layer's input. May be overwritten where `owned`.
+        """
+        children, residuals, tokens = self._layer._modules, self._residuals, self.tokens
+        _, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self.norms]
+        mlp, o_proj = children["mlp"], children["self_attn"]._modules["o_proj"]
         gated_mlp = gated_of(mlp)
         normed = None
         in_place = residuals.keeps(hidden_states) or (owned and residuals.overwrites(hidden_states))

@@ -105,6 +105,21 @@ class PackedLinear(nn.Module):
         product = self.forward(x)
         return product.relu_() if operation == "relu" else functional.gelu(product, approximate=algorithm)
 
+    def addresses(self, rows: int) -> tuple[int, int] | None:
+        """Return the addresses of our kernel of so many rows, as `dense_kernels.run_product` has it, and of the weight.
+
+        None where the product is a library's, or takes its input in another dtype.
+        """
+        weight, narrow = self._buffers["packed"], self.packed.dtype == torch.bfloat16
+        kernel = self._few[rows] if self._own and 0 < rows <= dense_kernels.MOST_ROWS else ""
+        if kernel == "panels" and (not narrow or dense_kernels.adds_pairs()):
+            found = panel_kernels.compile_product(narrow=narrow, paired=narrow)
+            return found.address, panel_kernels.address_of(weight)  # type: ignore[arg-type]
+        if kernel == "numba" and (not narrow or dense_kernels.takes_pairs(self.in_features)):
+            found = dense_kernels.compile_product(narrow=narrow, paired=narrow)
+            return found.address, weight.data_ptr()  # type: ignore[union-attr]
+        return None
+
     def _product(
         self, x: torch.Tensor, other: torch.Tensor | None = None, mode: int = dense_kernels.NOTHING
     ) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from slotline.plugins.model_families.passes import (
     gated_mlp,
     gated_norm,
     invariant_linear,
+    layer_tail,
     lean_attention,
     lean_head,
     lean_layer,
@@ -44,6 +45,7 @@ PASSES = (
     gated_attention.apply,
     lean_mlp.apply,
     lean_layer.apply,
+    layer_tail.apply,
 )
 
 

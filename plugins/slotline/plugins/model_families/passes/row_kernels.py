@@ -40,10 +40,12 @@ class RowKernels:
         rotate: (x, cos, sin, rows, row_stride, heads, head_size, rotary_size, cos_size) rotates x in place. x is [rows,
             heads, head_size] with row_stride elements between rows. cos and sin are [rows, cos_size], with cos_size
             rotary_size or half of it. Halves, not neighbours, form the pairs.
+        norm_address: of the C function behind `rms_norm`.
     """
 
     rms_norm: Callable[..., None]
     rotate: Callable[..., None]
+    norm_address: int
 
 
 @cache
@@ -54,7 +56,7 @@ def row_kernels(dtype: torch.dtype) -> RowKernels:
         KeyError: for other dtypes.
     """
     norm, rotate = {torch.float32: _compile_float32, torch.bfloat16: _compile_bfloat16}[dtype]()
-    return RowKernels(_NORM_CALL(norm.address), _ROTATE_CALL(rotate.address))
+    return RowKernels(_NORM_CALL(norm.address), _ROTATE_CALL(rotate.address), norm.address)
 
 
 def _signatures(element: Any) -> tuple[Any, Any]:
