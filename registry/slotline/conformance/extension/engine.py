@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slotline.registry.descriptor import Kind
-from slotline.registry.errors import NegotiationError, RequestError
+from slotline.registry.errors import RequestError
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.engine import COMMON, PROMPTS, selection
+from slotline.testing.environments.engine import COMMON, PROMPTS, engine, selection
 
 TOKENS = 8
 
@@ -15,18 +15,15 @@ TOKENS = 8
 @check(Kind.EXTENSION, "extension.engine.text", Level.ENGINE, cost=8.0)
 def engine_text(run: Run) -> None:
     """Requests that ask nothing of the extension end as they should, twice alike, with its own checks in each step."""
-    from slotline.core import LLM, SamplingParams
+    from slotline.core import SamplingParams
 
     settings: dict[str, Any] = {**COMMON, "cache.memory": "64MiB", "scheduler.max_requests": 4, "graphs.mode": "none"}
     settings |= {"observability.check_integrity": True, "plugins.inline": selection(run.subject)}
     settings[f"extensions.{run.subject.name}"] = dict(run.subject.settings)
-    try:
-        llm = LLM(device=run.subject.device.type, **settings)
-    except NegotiationError as error:
-        raise NotApplicable(f"the small model cannot use it: {error.message}") from error
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     try:
-        texts = [[o.outputs[0] for o in llm.generate([list(p) for p in PROMPTS], params)] for _ in range(2)]
+        with engine(run.subject.device.type, **settings) as llm:
+            texts = [[o.outputs[0] for o in llm.generate([list(p) for p in PROMPTS], params)] for _ in range(2)]
     except RequestError as error:
         raise NotApplicable(f"it refuses a plain request: {error.message}") from error
     reasons = {output.finish_reason for outputs in texts for output in outputs}

@@ -9,9 +9,8 @@ from typing import Any
 import attrs
 
 from slotline.registry.descriptor import Kind
-from slotline.registry.errors import NegotiationError
-from slotline.testing.check import Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.engine import COMMON, NEW_TOKENS, PROMPTS, selection
+from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.environments.engine import COMMON, NEW_TOKENS, PROMPTS, engine, selection
 
 
 @check(
@@ -23,32 +22,29 @@ from slotline.testing.environments.engine import COMMON, NEW_TOKENS, PROMPTS, se
 )
 def engine_text(run: Run) -> None:
     """Texts of a tight pool equal those of a large one, three times over, and blocks come back from the connector."""
-    from slotline.core import LLM, SamplingParams
+    from slotline.core import SamplingParams
 
     settings: dict[str, Any] = {**COMMON, "scheduler.max_requests": 2, "graphs.mode": "none"}
     settings |= {"scheduler.async": run["mode"] == "asynchronous", "cache.block_size": 16}
     device = run.subject.device.type
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     prompts = [list(prompt) for prompt in PROMPTS]
-    plain = LLM(device=device, **settings, **{"cache.memory": "64MiB"})
-    expected = [plain.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
-    assert plain.plan.pool is not None
-    settings["cache.memory"] = f"{9 * plain.plan.pool.block_bytes // 1024}KiB"
+    with engine(device, **settings, **{"cache.memory": "64MiB"}) as llm:
+        expected = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+        assert llm.plan.pool is not None
+        settings["cache.memory"] = f"{9 * llm.plan.pool.block_bytes // 1024}KiB"
     settings |= {"kv_connector.name": run.subject.name, "plugins.inline": selection(run.subject)}
     settings |= {f"kv_connector.{run.subject.name}.{key}": value for key, value in _asked(run.subject.options)}
     folder = TemporaryDirectory(prefix="slotline-suite-")
     if option := run.subject.capabilities.folder:
         settings[f"kv_connector.{run.subject.name}.{option}"] = folder.name
-    try:
-        llm = LLM(device=device, **settings)
-    except NegotiationError as error:
-        raise NotApplicable(f"the small model cannot use it: {error.message}") from error
     loaded = 0
-    for _ in range(3):
-        outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
-        if [output.outputs[0].token_ids for output in outputs] != expected:
-            raise Failed("other tokens than without the connector")
-        loaded += sum(output.metrics.num_loaded_tokens for output in outputs)
+    with engine(device, **settings) as llm:
+        for _ in range(3):
+            outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
+            if [output.outputs[0].token_ids for output in outputs] != expected:
+                raise Failed("other tokens than without the connector")
+            loaded += sum(output.metrics.num_loaded_tokens for output in outputs)
     if not loaded:
         raise Failed("no block came back from the connector, though the pool had lost it")
     run.measured["loaded"] = loaded

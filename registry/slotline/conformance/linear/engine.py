@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from slotline.registry.descriptor import Kind
-from slotline.registry.errors import NegotiationError
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.engine import COMMON, NEW_TOKENS, PROMPTS, selection
+from slotline.testing.environments.engine import COMMON, NEW_TOKENS, PROMPTS, engine, selection
 from slotline.testing.environments.linear import dtypes_of
 from slotline.testing.subject import Subject
 
@@ -27,18 +26,15 @@ def _methods(subject: Subject) -> Iterable[Case]:
 @check(Kind.LINEAR, "linear.engine.text", Level.ENGINE, cases=_methods, cost=5.0)
 def engine_text(run: Run) -> None:
     """Greedy text of the small model, quantized at load, is that of the plugin `dequantized`."""
-    from slotline.core import LLM, SamplingParams
+    from slotline.core import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     settings: dict[str, Any] = {**COMMON, "dtype": dtypes_of(run.subject)[0], "weights.quantize": run["quantize"]}
     texts = []
     for name in (run.subject.name, "dequantized"):
         own: dict[str, Any] = {"weights.linear": name, "plugins.inline": selection(run.subject)}
-        try:
-            llm = LLM(device=run.subject.device.type, **settings, **own)
-        except NegotiationError as error:
-            raise NotApplicable(f"the small model cannot use it: {error.message}") from error
-        outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
+        with engine(run.subject.device.type, **settings, **own) as llm:
+            outputs = llm.generate([list(prompt) for prompt in PROMPTS], params)
         texts.append([tuple(output.outputs[0].token_ids) for output in outputs])
     same = sum(_common(one, other) for one, other in zip(*texts, strict=True))
     run.measured["same"] = same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from slotline.registry.descriptor import Kind
@@ -45,7 +46,8 @@ def engine_gives_the_same_text(run: Run) -> None:
     except NegotiationError as error:
         raise NotApplicable(f"no plan serves the example: {error.message}") from error
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([text.tokens for text in prompts], params)
+    with closing(llm):
+        outputs = llm.generate([text.tokens for text in prompts], params)
     for number, (text, output) in enumerate(zip(prompts, outputs, strict=True)):
         _expect_text(world, model, text, list(output.outputs[0].token_ids), f"prompt {number}")
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.descriptor import Kind
-from slotline.registry.errors import NegotiationError
-from slotline.testing.check import Failed, Level, NotApplicable, Run, check
-from slotline.testing.environments.engine import COMMON, selection
+from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.environments.engine import COMMON, engine, selection
 from slotline.testing.environments.structured_output import Example, declared
 
 _PROMPTS = ("def main(", "import os\n", "x = [1, 2, ")
@@ -31,7 +30,7 @@ def _params(example: Example) -> StructuredOutputsParams:
 )
 def engine_texts(run: Run) -> None:
     """Every text of an engine, sampled and greedy, is one of its constraint, with overlapped steps and drafts too."""
-    from slotline.core import LLM, SamplingParams
+    from slotline.core import SamplingParams
 
     modes: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -45,11 +44,9 @@ def engine_texts(run: Run) -> None:
         for i, example in enumerate(examples)
     ]
     prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(len(examples))]
-    try:
-        llm = LLM(device=run.subject.device.type, **{**settings, **modes[run["mode"]]})
-    except NegotiationError as error:
-        raise NotApplicable(f"the small model cannot use it: {error.message}") from error
-    for example, output in zip(examples, llm.generate(prompts, params), strict=True):
+    with engine(run.subject.device.type, **{**settings, **modes[run["mode"]]}) as llm:
+        outputs = llm.generate(prompts, params)
+    for example, output in zip(examples, outputs, strict=True):
         (found,) = output.outputs
         if found.finish_reason != "stop" or found.text.encode() not in example.language.texts:
             raise Failed(f"{example.name}: {found.text!r} with finish reason {found.finish_reason!r}")

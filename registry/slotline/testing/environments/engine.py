@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,21 +42,35 @@ def selection(subject: Subject) -> list[str]:
     raise NotApplicable("a configuration can name an installed plugin, or one in a file")
 
 
+@contextmanager
+def engine(device: str, **settings: Any) -> Iterator[Any]:
+    """Give an `LLM` with the small model. It is closed behind the block.
+
+    Raises:
+        NotApplicable: if no plan is possible with the plugin.
+    """
+    from slotline.core import LLM
+
+    try:
+        llm = LLM(device=device, **settings)
+    except NegotiationError as error:
+        raise NotApplicable(f"the small model cannot use it: {error.message}") from error
+    with closing(llm):
+        yield llm
+
+
 def text(device: str, plugins: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Tokens:
     """Return greedy tokens of the prompts, generated together and then once more with the cached prefixes.
 
     Raises:
         NotApplicable: if no plan is possible with the plugin.
     """
-    from slotline.core import LLM, SamplingParams
+    from slotline.core import SamplingParams
 
-    try:
-        llm = LLM(device=device, **{"plugins.inline": plugins, **COMMON, **dict(settings)})
-    except NegotiationError as error:
-        raise NotApplicable(f"the small model cannot use it: {error.message}") from error
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     prompts = [list(prompt) for prompt in PROMPTS]
-    first, again = ([tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, params)] for _ in range(2))
+    with engine(device, **{"plugins.inline": plugins, **COMMON, **dict(settings)}) as llm:
+        first, again = ([tuple(o.outputs[0].token_ids) for o in llm.generate(prompts, params)] for _ in range(2))
     if first != again:
         raise AssertionError(f"the second time, over cached prefixes, other tokens came: {_difference(first, again)}")
     return tuple(first)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from threading import RLock
 from typing import Any, cast
 from uuid import uuid4
 
 import torch
-from attrs import define, evolve
+from attrs import evolve
 
 from slotline.registry.contracts import (
     AsyncKVConnector,
@@ -30,6 +29,7 @@ from slotline.registry.contracts import (
     StateTensorSpec,
 )
 from slotline.testing.check import Failed, Run
+from slotline.testing.environments.kv_copies import PoolCopy, part_of
 from slotline.testing.reference import kv_connector as reference
 from slotline.testing.subject import Subject
 
@@ -48,29 +48,11 @@ PARTS = ("tensor 0/2", "tensor 1/2")
 """Of two ranks that share a model."""
 
 
-@define(eq=False)
-class Begun:
-    """Copies that were begun.
-
-    Attributes:
-        work: does them.
-        addresses: of their rows.
-        writes_rows: whether they write the rows.
-        asked: how often somebody has asked whether they are over.
-    """
-
-    work: Callable[[], Any]
-    addresses: set[int]
-    writes_rows: bool
-    asked: int = 0
-
-
 class Pool:
     """Blocks of random bytes in two cache groups, and the connector.
 
-    Implements `BlockCopyBeside` and `LayerBlockCopy`.
-
     A connector that takes states has a third group of a few large blocks, which are numbered from `NUM_BLOCKS` on.
+    Nothing that the connector is given leads to it, so that it ends with the pool.
 
     A forward pass overwrites every saved block and reads every loaded block. All other writes of a connector are
     faults.
@@ -120,11 +102,9 @@ class Pool:
         )
         if run.subject.capabilities.states.support:
             self.groups += (_states(len(LAYERS)),)
-        counts = (NUM_BLOCKS, NUM_BLOCKS, NUM_STATES)
-        self.bytes = [self._random(count, one.block_bytes) for one, count in zip(self.groups, counts, strict=False)]
+        numbers = [range(NUM_BLOCKS), range(NUM_BLOCKS), range(NUM_BLOCKS, NUM_BLOCKS + NUM_STATES)]
+        self.bytes = [self._random(len(own), one.block_bytes) for one, own in zip(self.groups, numbers, strict=False)]
         self.known: dict[tuple[int, BlockHash], torch.Tensor] = {}
-        self.begun: list[Begun] = []
-        self._lock = RLock()
         caches: dict[int, KVCache] = {}
         for group, memory in zip(self.groups, self.bytes, strict=True):
             first = 0
@@ -139,7 +119,7 @@ class Pool:
             caches=caches,
             num_blocks=NUM_BLOCKS,
             num_states=NUM_STATES if len(self.groups) > STATE else 0,
-            copy=self,
+            copy=PoolCopy(self.groups, self.bytes, numbers),
             device=self.device,
             model=f"{self.model}:{part}" if part else self.model,
             part=part,
@@ -183,7 +163,7 @@ class Pool:
                 self.known[one.group, one.block_hash] = self._random(1, self.groups[one.group].block_bytes)[0]
         for index, (group, _) in enumerate(LAYERS):
             connector.wait_layer(index)
-            first, end = self._part(group, [layer.index for layer in self.groups[group].layers].index(index))
+            first, end = part_of(self.groups[group], [layer.index for layer in self.groups[group].layers].index(index))
             for one in blocks:
                 if one.group == group:
                     right = self.known[group, one.block_hash]
@@ -329,86 +309,6 @@ class Pool:
                 self.bytes[one.group][place(*_at(one))] = self._random(1, self.groups[one.group].block_bytes)[0]
             if left and time.monotonic() > latest:
                 raise Failed(f"the saves of {sorted(left)} have not ended after {PATIENCE:g} s")
-
-    def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """See `BlockCopy`."""
-        self._check(group, blocks, rows)
-        for one in list(self.begun):  # copies that still read or write these rows come first
-            if not one.addresses.isdisjoint(row.data_ptr() for row in rows):
-                self._end(one)
-        for block, row in zip(blocks, rows, strict=True):
-            row.copy_(self.bytes[group][place(group, block)])
-
-    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """See `BlockCopy`."""
-        self._check(group, blocks, rows)
-        for one in list(self.begun):
-            if one.writes_rows and not one.addresses.isdisjoint(row.data_ptr() for row in rows):
-                self._end(one)
-        for block, row in zip(blocks, rows, strict=True):
-            self.bytes[group][place(group, block)] = row.to(self.device)
-
-    def begin_to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
-        """See `BlockCopyBeside`. The rows have their bytes when it is asked for the second time."""
-        copies = [torch.empty_like(row) for row in rows]
-        self.to_host(group, blocks, copies)
-        self._check(group, blocks, rows)
-        pairs = list(zip(rows, copies, strict=True))
-        return self._begin(rows, lambda: [row.copy_(copy) for row, copy in pairs], writes_rows=True)
-
-    def begin_to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Callable[[], bool]:
-        """See `BlockCopyBeside`. The blocks have their bytes when it is asked for the second time."""
-        self._check(group, blocks, rows)
-        return self._begin(rows, lambda: self.to_device(group, blocks, rows), writes_rows=False)
-
-    def begin_layer_to_host(
-        self, group: int, layer: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
-    ) -> Callable[[], bool]:
-        """See `LayerBlockCopy`. The rows have their bytes when it is asked for the second time."""
-        self._check(group, blocks, rows)
-        if layer not in range(len(self.groups[group].layers)):
-            raise Failed(f"a copy of the layer {layer} of group {group}, which has {len(self.groups[group].layers)}")
-        first, end = self._part(group, layer)
-        memory = self.bytes[group][:, first:end]
-        copies = [memory[block].to("cpu", copy=True) for block in blocks]
-        parts = [(row[first:end], copy) for row, copy in zip(rows, copies, strict=True)]
-        return self._begin(rows, lambda: [part.copy_(copy) for part, copy in parts], writes_rows=True)
-
-    def _part(self, group: int, layer: int) -> tuple[int, int]:
-        """Return the first byte and the end of the layer at a position in a block."""
-        sizes = self.groups[group].layer_bytes
-        return sum(sizes[:layer]), sum(sizes[: layer + 1])
-
-    def _begin(self, rows: Sequence[torch.Tensor], work: Callable[[], Any], *, writes_rows: bool) -> Callable[[], bool]:
-        begun = Begun(work, {row.data_ptr() for row in rows}, writes_rows)
-        self.begun.append(begun)
-
-        def is_over() -> bool:
-            begun.asked += 1
-            if begun.asked > 1:
-                self._end(begun)
-            return begun.asked > 1
-
-        return is_over
-
-    def _end(self, begun: Begun) -> None:
-        """Do what was begun, once."""
-        with self._lock:
-            if begun in self.begun:
-                self.begun.remove(begun)
-                begun.work()
-                begun.asked += 1
-
-    def _check(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        size, known = self.groups[group].block_bytes, range(1, NUM_BLOCKS)
-        if group == STATE:
-            known = range(NUM_BLOCKS, NUM_BLOCKS + NUM_STATES)
-        if len(blocks) != len(rows) or len(set(blocks)) != len(blocks) or not all(one in known for one in blocks):
-            raise Failed(f"a copy of the blocks {list(blocks)} and {len(rows)} rows: distinct ones, a row for each")
-        for row in rows:
-            if row.shape != (size,) or row.dtype is not torch.uint8 or row.device.type != "cpu":
-                found = f"{row.dtype} {tuple(row.shape)} on {row.device}"
-                raise Failed(f"a row is {found}, expected uint8 ({size},) on cpu")
 
     def _random(self, count: int, size: int) -> torch.Tensor:
         data = bytearray(self.rng.randbytes(count * size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def texts(subject: Subject, model: TinyModel, length: int) -> tuple[Answer, Answ
                 **settings,
             },
         )
-        outputs = [llm.generate([each], params)[0] for each in prompts]
+        with closing(llm):
+            outputs = [llm.generate([each], params)[0] for each in prompts]
         return (
             [tuple(output.outputs[0].token_ids) for output in outputs],
             [output.metrics.num_cached_tokens for output in outputs],

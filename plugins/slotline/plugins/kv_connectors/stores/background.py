@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -13,7 +14,7 @@ logger = logging.getLogger("slotline")
 
 Work = Callable[[], Any]
 Done = Callable[[Any], None]
-_Job = tuple[Work, Done] | None
+_Job = tuple[int, Work] | None
 
 
 class Background:
@@ -25,8 +26,9 @@ class Background:
 
     def __init__(self, lanes: dict[str, int]) -> None:
         self._queues: dict[str, SimpleQueue[_Job]] = {lane: SimpleQueue() for lane in lanes}
-        self._results: SimpleQueue[tuple[Done, Any]] = SimpleQueue()
-        self.under_way = 0
+        self._results: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._done: dict[int, Done] = {}  # not in the queues: threads would keep a connector that nobody asks any more
+        self._numbers = count()
         threads = [
             threading.Thread(target=_serve, args=(self._queues[lane], self._results), name=f"kv-{lane}", daemon=True)
             for lane, count in lanes.items()
@@ -37,10 +39,16 @@ class Background:
         ends = [queue for lane, queue in self._queues.items() for _ in range(lanes[lane])]
         self.stop = weakref.finalize(self, _stop, ends, threads)
 
+    @property
+    def under_way(self) -> int:
+        """Return the number of jobs whose `done` was not called."""
+        return len(self._done)
+
     def submit(self, lane: str, work: Work, done: Done) -> None:
         """Run `work` in a thread of the lane. `poll` calls `done` with what it returned, or with its exception."""
-        self.under_way += 1
-        self._queues[lane].put((work, done))
+        number = next(self._numbers)
+        self._done[number] = done
+        self._queues[lane].put((number, work))
 
     def poll(self, wait: float = 0.0) -> bool:
         """Call `done` of the jobs that have ended. Return whether there were any.
@@ -51,24 +59,23 @@ class Background:
         found = False
         while True:
             try:
-                done, result = self._results.get(timeout=wait) if wait and not found else self._results.get_nowait()
+                number, result = self._results.get(timeout=wait) if wait and not found else self._results.get_nowait()
             except Empty:
                 return found
             found = True
-            self.under_way -= 1
-            done(result)
+            self._done.pop(number)(result)
 
 
-def _serve(jobs: SimpleQueue[_Job], results: SimpleQueue[tuple[Done, Any]]) -> None:
+def _serve(jobs: SimpleQueue[_Job], results: SimpleQueue[tuple[int, Any]]) -> None:
     """Run jobs until None comes."""
     while (job := jobs.get()) is not None:
-        work, done = job
+        number, work = job
         try:
             result = work()
         except Exception as error:  # whoever asked decides what it means
             result = error
-        results.put((done, result))
-        del job, work, done, result  # a thread that waits holds no memory of a connector
+        results.put((number, result))
+        del job, work, result  # a thread that waits holds no memory of a connector
 
 
 def _stop(queues: Sequence[SimpleQueue[_Job]], threads: Sequence[threading.Thread]) -> None:
