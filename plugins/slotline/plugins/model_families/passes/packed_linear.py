@@ -60,6 +60,7 @@ class PackedLinear(nn.Module):
         self._few = [way.kernel(rows) for rows in range(dense_kernels.MOST_ROWS + 1)]
         self._placed: torch.Tensor | None = None  # the tensor whose address is known
         self._panels = 0
+        self._room: object = None
         self.register_buffer("packed", self.pack(weight), persistent=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
 
@@ -71,6 +72,10 @@ class PackedLinear(nn.Module):
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight [out_features, in_features] in this layer's layout."""
         return weight.detach().contiguous() if self._plain else pack(weight)
+
+    def move(self, packed: torch.Tensor, room: object) -> None:
+        """Take a copy of the weight in the same layout instead, and keep the memory that it is in."""
+        self.packed, self._room = packed, room
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features], summed in float32."""
