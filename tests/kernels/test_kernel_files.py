@@ -154,6 +154,26 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     assert len(file.read_bytes()) == len(kept)
 
 
+@pytest.mark.spread(1, slow=1)
+@pytest.mark.parametrize(("work", "compiler"), [("[0] + a[1]", False), (".dot(a)", True)])
+def test_a_kept_kernel_is_loaded_without_the_compiler_unless_it_calls_what_that_loads(
+    tmp_path: Path, work: str, compiler: bool
+) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(f"""if True:
+        import sys
+        import numpy as np
+        from slotline.kernels.numba_cache import cached_njit
+        total = cached_njit()(lambda a: a{work})
+        print(total(np.array([1.0, 2.0])), "numba.np.linalg" in sys.modules)
+    """)
+    run = f"import runpy; runpy.run_path({str(file)!r})"
+    first, second = (ended(start(run, cache=tmp_path / "cache"))[0].split() for _ in range(2))
+    assert first == [second[0], "True"]
+    assert second[1] == str(compiler)
+    assert len(list((tmp_path / "cache" / "kernels").glob("*.nbc"))) == 1
+
+
 def test_a_function_is_kept_once_for_each_set_of_options_and_types(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

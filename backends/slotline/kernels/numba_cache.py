@@ -20,15 +20,20 @@ from typing import Any
 import llvmlite
 import numba
 from llvmlite import ir
+from llvmlite.binding import address_of_symbol
 from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.core.sigutils import normalize_signature
 
 from slotline.kernels.kernel_files import read_kernel, write_kernel
 
 logger = logging.getLogger("slotline")
+
+_FORM = 2
+"""Number of what a file has: names that the machine code calls, and the code."""
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -68,14 +73,21 @@ class KernelCache(NullCache):  # type: ignore[misc]
         return numba.config.CACHE_DIR or None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the stored machine code for a signature, or None if there is none that can be loaded."""
-        target_context.refresh()
+        """Return the stored machine code for a signature, or None if there is none that can be loaded.
+
+        numba's own cache imports all that a compiler needs first, which takes longer than the rest. That is only done
+        where the code calls something that is not loaded yet.
+        """
         name = self._name(sig, target_context.codegen())
         kernel = None if name is None else read_kernel(name, _folder())
         if kernel is None:
             return None
         try:
-            return CompileResult._rebuild(target_context, *pickle.loads(kernel))
+            called, made = pickle.loads(kernel)
+            rtsys.initialize(target_context)
+            if any(address_of_symbol(symbol) is None for symbol in called):
+                target_context.refresh()
+            return CompileResult._rebuild(target_context, *made)
         except Exception as error:  # whatever unpickling and linking may raise
             logger.warning("the kept kernel %s cannot be loaded and is compiled again: %s", name, error)
             return None
@@ -85,16 +97,27 @@ class KernelCache(NullCache):  # type: ignore[misc]
         name = self._name(sig, data.codegen)
         if name is None or data.lifted or data.library.has_dynamic_globals:
             return
-        write_kernel(name, dumps(data._reduce()), _folder())
+        write_kernel(name, dumps((_called(data.library), data._reduce())), _folder())
 
     def _name(self, sig: Any, codegen: Any) -> str | None:
         """Return the file's name, or None for a function whose source cannot be read."""
         code = _code(self._function)
         if code is None:
             return None
-        versions = numba.__version__, llvmlite.__version__, sys.version, codegen.magic_tuple()
+        versions = _FORM, numba.__version__, llvmlite.__version__, sys.version, codegen.magic_tuple()
         key = repr((versions, code, self._options, repr(sig)))
         return f"{self._function.__name__}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.nbc"
+
+
+def _called(library: Any) -> list[str]:
+    """Return the functions and variables that machine code uses and does not have itself."""
+    module = library._final_module
+    return [
+        value.name
+        for values in (module.functions, module.global_variables)
+        for value in values
+        if value.is_declaration and not value.name.startswith("llvm.")
+    ]
 
 
 def _code(value: Any) -> Any:

@@ -7,7 +7,7 @@ of a model hub, and to a second look into each of transformers' 2,300 files. Whi
 - names that are imported and only used later (`later_names`) are objects that import them when they are used,
 - decorators of `torch._dynamo` mark functions as torch's own would, as soon as that package is imported,
 - torch's questions about symbolic sizes are answered for plain ones without SymPy (`plain_shapes`),
-- the contents of transformers' folders are remembered from the first look to the second.
+- what transformers' folder of models holds is kept from one start to the next (`folder_contents`).
 
 All of it looks at what transformers asks for, so a release that asks for other names gets them as always. Imports of
 other packages and of later moments are not touched.
@@ -20,16 +20,18 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
+from pathlib import Path
 from threading import Lock
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
+from slotline.plugins.model_families.folder_contents import keep_contents
 from slotline.plugins.model_families.later_names import LATER, Later, complete_later
 from slotline.plugins.model_families.plain_shapes import SHAPES, plain_shapes
 
@@ -130,10 +132,7 @@ def _replace(function: Callable[..., Any], marked: Callable[..., Any]) -> None:
 
 
 def _remember_folders(import_utils: Any) -> None:
-    """Let transformers remember the contents of all its folders, not of the last 128."""
-    look: Any = getattr(import_utils, "create_import_structure_from_path", None)
-    if hasattr(look, "cache_info") and look.cache_info().maxsize is not None:
-        import_utils.create_import_structure_from_path = lru_cache(maxsize=None)(look.__wrapped__)
+    keep_contents(import_utils, Path(import_utils.__file__).parents[1] / "models")
 
 
 def _know_tensors(utils: Any) -> None:
