@@ -97,7 +97,7 @@ class Penalised:
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         self._rows.num_tokens += 1
-        processed = self._pipeline.apply(logits, self._batch.rows, all_greedy=False)
+        processed = self._pipeline.apply(logits, self._batch.rows, all_greedy=False, keep_raw=False)
         drawn = sample_checked(processed.logits, self._batch, self._params, self._ops)
         return processed.mark(drawn.tokens, self._ops)
 

@@ -94,6 +94,7 @@ class SamplingHead:
                 inputs.spec_positions,
                 all_greedy=inputs.sampling.all_greedy,
                 spec_paths=inputs.spec_paths,
+                keep_raw=inputs.scored is not None,
             )
         for process in self.extensions.process:
             processed = process(processed, inputs)
@@ -109,9 +110,7 @@ class SamplingHead:
             tokens, final = drawn.tokens, drawn.final
             for revise in self.extensions.revise_tokens:
                 tokens = revise(tokens, final, inputs)
-            extras: dict[str, Any] = {}
-            for name, keep in self.extensions.keep_states:
-                extras[name] = keep(launched, states)
+            extras = {name: keep(launched, states) for name, keep in self.extensions.keep_states}
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
             sampled = tokens

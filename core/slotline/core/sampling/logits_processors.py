@@ -76,7 +76,7 @@ class Processed:
 
     Attributes:
         logits: [n, vocab_size] float32. `raw` are the logits before any processor.
-        touched: [n] bool, the rows of the logits that some processor had work for. None means no row.
+        touched: [n] bool, the rows of the logits that may hold new infinities or NaN. None means no row.
         errors: by place in the batch, the reason for logits that could not be processed.
     """
 
@@ -191,33 +191,35 @@ class ProcessorPipeline:
         *,
         all_greedy: bool,
         spec_paths: Int | None = None,
+        keep_raw: bool = True,
     ) -> Processed:
         """Process the logits of a step.
 
         If a processor fails, each of its rows is processed by itself to find the logits that it fails on.
 
         Args:
-            logits: [n, vocab_size] float32, which are not changed.
+            logits: [n, vocab_size] float32, which are not changed, unless `keep_raw` is False.
             rows: [n] permanent rows.
-            spec_positions: [n], the tokens to verify that each assumes, as in `ModelInputs`. None if there are none.
+            spec_positions, spec_paths: [n] and [n, most], the tokens to verify, as in `ModelInputs`, or None.
             all_greedy: whether only the most likely tokens are wanted.
-            spec_paths: [n, most], as in `ModelInputs`.
         """
         slots = [slot for slot in self.slots if slot.num_active and slot.has_work(rows, all_greedy=all_greedy)]
         if not slots:
             return Processed(logits=logits, raw=logits)
         step, errors = LogitsRows(logits, rows, spec_positions, spec_paths), dict[int, str]()
+        marked = [slot for slot in slots if not slot.capabilities.keeps_finite]
         try:
-            result = self._run(slots, step, np.arange(len(rows)))
+            shared = keep_raw or marked or len(slots) > 1 or not logits.is_contiguous()
+            result = self._run(slots, logits.clone() if shared else logits, step, np.arange(len(rows)))
         except Exception:  # a plugin's code may raise anything
             logger.exception("a logits processor failed; processing each row of logits alone")
-            result = logits.clone()
+            result, marked = logits.clone(), slots
             for i in range(len(rows)):
                 try:
-                    result[i : i + 1] = self._run(slots, step, np.array([i]))
+                    result[i : i + 1] = self._run(slots, logits[i : i + 1].clone(), step, np.array([i]))
                 except Exception as error:
                     errors[i] = self._plugins.described(error)
-        touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
+        touched = np.logical_or.reduce([slot.active[rows] for slot in marked]) if marked else None
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
     def has_work(self, rows: Int, *, all_greedy: bool) -> bool:
@@ -251,9 +253,8 @@ class ProcessorPipeline:
                 found[row] = error or unusable(names, none_left=mark == NONE_LEFT)
         return found
 
-    def _run(self, slots: Sequence[ProcessorSlot], step: LogitsRows, which: Int) -> torch.Tensor:
-        """Process the rows at the places `which` [m] of a step's logits: [m, vocab_size]."""
-        logits = step.raw.clone() if len(which) == len(step.raw) else step.raw[which]
+    def _run(self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, step: LogitsRows, which: Int) -> torch.Tensor:
+        """Process `logits` [m, vocab_size] of the rows at the places `which` [m] of a step, in place or not."""
         for slot in slots:
             wanted = slot.active[step.rows[which]]
             if (further := self._fields.get(slot.name)) is not None:

@@ -69,6 +69,23 @@ def logits_bans(run: Run) -> None:
 
 @check(
     Kind.LOGITS_PROCESSOR,
+    "logits_processor.finite.kept",
+    Level.NUMERICS,
+    needs={"keeps_finite": True},
+    cases=by_form,
+)
+def finite_kept(run: Run) -> None:
+    """Finite logits stay finite and the others what they are: nobody looks for spoiled rows behind the processor."""
+    for world, logits, after in processed(run, run["logits"]):
+        for row, token in (logits.isfinite() != after.isfinite()).nonzero().tolist():
+            raise Failed(
+                f"row {row}: the logit of token {token} was {float(logits[row, token]):.6g} and is "
+                f"{float(after[row, token]):.6g}, though keeps_finite is declared; {world.requests[row]}"
+            )
+
+
+@check(
+    Kind.LOGITS_PROCESSOR,
     "logits_processor.argmax.invariant",
     Level.NUMERICS,
     needs={"argmax_invariant": True},

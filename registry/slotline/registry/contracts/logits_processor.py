@@ -42,6 +42,9 @@ class LogitsProcessorCapabilities:
         floors: it only drops tokens that are too unlikely compared with the most likely token, and implements `floor`.
             The engine does not call `apply`: the sampler does the same in its own pass over the logits, after the
             grammars.
+        keeps_finite: no logit becomes infinite or NaN, or ceases to be, except that numbers above 1e20 may overflow. If
+            `apply` raises, no logit has changed. A step with no other processor needs no copy of the logits and no
+            search for spoiled rows then.
         companions: its requests may have a companion, a second prompt followed by the same output, and it reads the
             companion's logits. It implements `companion` and sees the rows of requests that have one.
         default: part of every run unless the configuration says otherwise.
@@ -63,6 +66,7 @@ class LogitsProcessorCapabilities:
     sequential: bool = False
     speculation: Flag = Flag(False)
     floors: bool = False
+    keeps_finite: bool = False
     companions: bool = False
     default: bool = False
     order: int = 100

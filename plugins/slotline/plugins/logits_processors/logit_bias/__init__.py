@@ -11,6 +11,7 @@ descriptor = Descriptor(
     capabilities=LogitsProcessorCapabilities(
         parameters=("logit_bias",),
         speculation=Flag(True),
+        keeps_finite=True,
         default=True,
         order=20,
         examples=({"logit_bias": {3: 5.0, 7: -100.0}}, {"logit_bias": {31: 0.5}}),

@@ -13,6 +13,7 @@ descriptor = Descriptor(
         output_parameters=("presence_penalty", "frequency_penalty"),
         needs_history=True,
         speculation=Flag(True),
+        keeps_finite=True,
         default=True,
         order=10,
         examples=(

@@ -66,6 +66,13 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("two-uses", "does nothing for a prompt's third request", Level.HOSTILE, state.OnlyTwoUses),
     _mutant("returns-nothing", "works in place and returns None", Level.NUMERICS, answers.ReturnsNothing),
     _mutant("lifts-bans", "raises minus infinity to a number", Level.NUMERICS, answers.LiftsBans),
+    _mutant(
+        "bans-finite",
+        "declares keeps_finite and bans tokens",
+        Level.NUMERICS,
+        reference.RecentPenalty,
+        keeps_finite=True,
+    ),
     _mutant("random", "draws from the global generator", Level.NUMERICS, answers.RandomPenalty),
     _mutant("one-buffer", "returns the same memory in each step", Level.HOSTILE, answers.OneBufferForAll),
     _mutant("overflow", "NaN for large logits", Level.NUMERICS, answers.OverflowingSoftmax),
