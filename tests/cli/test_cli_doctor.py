@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,12 +21,26 @@ from slotline.cli.finding import Status
 from slotline.registry.records import PluginRecord, installed_records
 
 
-def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(capsys: pytest.CaptureFixture[str]) -> None:
+def install_torchvision(monkeypatch: pytest.MonkeyPatch, folder: Path, needs: str | None) -> None:
+    """Pretend that a torchvision is installed which needs this torch."""
+    pretend_installed(monkeypatch, folder, "torchvision", {})
+    with next(folder.glob("torchvision-*.dist-info/METADATA")).open("a") as metadata:
+        metadata.write("Requires-Dist: numpy\n")
+        metadata.write("" if needs is None else f"Requires-Dist: {needs}\n")
+        metadata.write("Requires-Dist: torch==1.0; extra == 'old'\n")
+
+
+def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_torchvision(monkeypatch, tmp_path, "torch==2.0.1")
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     rows = {row["check"]: row for row in report["findings"]}
     assert {"python", "torch", "transformers", "numpy", "numba", "namespace", "cpu", "threads"} <= rows.keys()
     assert rows["attention:torch"]["status"] == "ok"
+    assert rows["torchvision"]["status"] == "fail"
+    assert "is built for torch==2.0.1" in rows["torchvision"]["text"]
     assert code == {"ok": 0, "warn": 1, "fail": 2}[report["status"]]
     worst = max((row["status"] for row in rows.values()), key=["optional", "ok", "warn", "fail"].index)
     assert report["status"] == worst
@@ -41,23 +56,36 @@ def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(capsys: py
     assert all(row["fix"] for row in rows.values() if row["status"] != "ok")
 
 
-@pytest.mark.parametrize(("needs", "status"), [("torch==2.0.1", Status.FAIL), ("torch", Status.OK), (None, Status.OK)])
+@pytest.mark.parametrize(
+    ("needs", "code", "text"),
+    [
+        ("torch==2.0.1", "", f"0.1.0 is built for torch==2.0.1, and torch is {torch.__version__}: transformers fails"),
+        ("torch", "", None),
+        (None, "", None),
+        (
+            "torch",
+            "import torch; torch.ops.torchvision.nms",
+            f"0.1.0 cannot be imported beside torch {torch.__version__} (AttributeError: '_OpNamespace' 'torchvision'",
+        ),
+    ],
+)
 def test_a_torchvision_for_another_torch_is_a_failure_with_its_remedy(
-    needs: str | None, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    needs: str | None, code: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend_installed(monkeypatch, tmp_path, "torchvision", {})
-    with next(tmp_path.glob("torchvision-*.dist-info/METADATA")).open("a") as metadata:
-        metadata.write("Requires-Dist: numpy\n")
-        metadata.write("" if needs is None else f"Requires-Dist: {needs}\n")
-        metadata.write("Requires-Dist: torch==1.0; extra == 'old'\n")
+    install_torchvision(monkeypatch, tmp_path, needs)
+    (tmp_path / "torchvision.py").write_text(code)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "torchvision")
     (finding,) = [finding for finding in check_companions() if finding.check == "torchvision"]
-    assert finding.status is status
     release = torch.__version__.partition("+")[0]
-    if status is Status.FAIL:
-        assert f"0.1.0 is built for torch==2.0.1, and torch is {torch.__version__}" in finding.text
-        assert finding.fix.startswith(f"pip install 'torch=={release}' --upgrade torchvision, or pip uninstall")
-    else:
+    if text is None:
+        assert finding.status is Status.OK
         assert finding.text == f"0.1.0, for torch {torch.__version__}"
+    else:
+        assert finding.status is Status.FAIL
+        assert finding.text.startswith(text)
+        assert "transformers fails to import its models" in finding.text
+        assert finding.fix.startswith(f"pip install 'torch=={release}' --upgrade torchvision, or pip uninstall")
 
 
 PLUGIN = """

@@ -14,7 +14,7 @@ import pytest
 from negotiation_cases import CPU, GPU
 
 from slotline.backends import flash_attn, flashinfer, flex, triton, triton_state
-from slotline.kernels import triton_support
+from slotline.kernels import gluon_support, triton_support
 from slotline.plugins.lora import segmented
 
 PLUGINS: dict[str, Any] = {
@@ -90,6 +90,27 @@ def test_slower_operations_in_place_of_kernels_are_told_once(caplog: pytest.LogC
     (told,) = caplog.messages
     assert told.startswith("torch's operations do the work of Triton's kernels on this GPU")
     assert "finds no C compiler" in told
+
+
+def test_a_kernel_that_does_not_compile_is_told_once_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names what the kernel serves, the release of Triton and the compiler's last line."""
+    compilers = pytest.importorskip("triton.compiler")
+    tried: list[int] = []
+
+    def fail(rows: int, *, heads: int) -> None:
+        tried.append(rows * heads)
+        raise compilers.CompilationError("", None, "at 7:4:\nshapes of the product differ")
+
+    launch = gluon_support.HopperLaunch("prompts of a test", fail)
+    other = gluon_support.HopperLaunch("tokens of a test", lambda rows: tried.append(rows))
+    gluon_support._warn.cache_clear()
+    with caplog.at_level(logging.WARNING, "slotline"):
+        assert [launch(3, heads=2), launch(5, heads=2), other(8)] == [False, False, True]
+    assert tried == [6, 8]
+    (told,) = caplog.messages
+    release = pytest.importorskip("triton").__version__
+    assert told.startswith("Hopper's own kernels for prompts of a test are not used")
+    assert f"triton {release} does not compile them (shapes of the product differ)" in told
 
 
 def test_an_engine_on_a_machine_without_triton_imports_none() -> None:

@@ -6,6 +6,7 @@ import json
 import platform
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,15 +82,29 @@ def companion_finding(found: Distribution, torch: str) -> Finding:
         if each.name == "torch" and (not each.marker or each.marker.evaluate({"extra": ""}))
     ]
     misfits = [str(pin) for pin in pins if not pin.contains(torch, prereleases=True)]
-    if not misfits:
-        return Finding(Status.OK, name, f"{found.version}, for torch {torch}")
-    text = (
-        f"{found.version} is built for torch{misfits[0]}, and torch is {torch}: transformers fails to import its models"
-    )
+    if misfits:
+        text = f"{found.version} is built for torch{misfits[0]}, and torch is {torch}"
+    else:
+        error = _import_error(name)
+        if error is None:
+            return Finding(Status.OK, name, f"{found.version}, for torch {torch}")
+        text = f"{found.version} cannot be imported beside torch {torch} ({error}), as one for another build of it"
     fix = (
         f"pip install 'torch=={torch.partition('+')[0]}' --upgrade {name}, or pip uninstall {name}: slotline needs none"
     )
-    return Finding(Status.FAIL, name, text, fix)
+    return Finding(Status.FAIL, name, f"{text}: transformers fails to import its models", fix)
+
+
+def _import_error(name: str) -> str | None:
+    """Return what importing a package raises, in one line. None if it can be imported.
+
+    A torchvision for CUDA satisfies its requirement beside a torch of the same release for the CPU, and still fails.
+    """
+    try:
+        import_module(name)
+    except Exception as error:  # whatever loading compiled code raises
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def check_namespace() -> Iterator[Finding]:
