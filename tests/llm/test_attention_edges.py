@@ -9,6 +9,7 @@ from typing import Any
 
 import plain_torch
 import pytest
+import single_token_edges
 import unrounded_cpu
 from engine_driver import GREEDY, random_prompts
 
@@ -87,6 +88,17 @@ def test_a_backend_that_takes_edges_gives_the_texts_of_one_that_does_not(
     assert {group.edges for group in plain.plan.groups} == {()}
     kept_text = f"N186 {', '.join(names)}: computed by the model, since plain_torch does not take"
     assert kept_text in explain_plan(plain.plan, 300)
+
+
+def test_a_plan_leaves_the_edges_of_its_step_to_the_model(
+    tiny: Callable[..., Path], engines: Callable[..., LLM], greedy: Callable[..., list[int]]
+) -> None:
+    path, plugins = tiny("qwen3"), [f"{single_token_edges.__file__}:descriptor"]
+    llm = engines(path, **{**SMALL, "backend": "single_token_edges", "plugins": plugins})
+    with calls_of(llm) as calls:
+        assert tokens(llm) == [greedy(path, prompt, 20) for prompt in PROMPTS]
+    taken = sum(edges is not None for _, edges in calls)
+    assert 0 < taken < len(calls)  # the backend itself fails in a step that it has not taken
 
 
 def test_a_rounded_output_is_multiplied_by_quantized_weights_as_one_that_the_product_rounds(

@@ -34,6 +34,11 @@ class _Planned(NamedTuple):
     backend: Any
     plan: Any
 
+    @property
+    def takes_edges(self) -> bool:
+        """See `slotline.registry.contracts.attention.AttentionBackend.plan`."""
+        return bool(getattr(self.plan, "takes_edges", True))
+
 
 class ThroughTorch:
     """Backend that has the `torch` backend compute the steps with keys ahead, over the same cache.

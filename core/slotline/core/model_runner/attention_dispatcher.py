@@ -106,7 +106,9 @@ class DispatchedAttention:
 
     def edges(self) -> dict[int, tuple[str, ...]]:
         """See `slotline.registry.contracts.model_family.StoringAttend.edges`."""
-        return self.router.edges
+        plans, routes = self.router.step.plans, self.router.routes
+        taken = self.router.edges.items()
+        return {index: names for index, names in taken if getattr(plans[routes[index][3]], "takes_edges", True)}
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.attention_choice import build, chosen, dtype_pairs, layouts, longest_query, refusal
 from slotline.testing.environments.attention_edges import EdgedStep, EdgeForm
-from slotline.testing.environments.attention_shapes import SHAPES, mixed
+from slotline.testing.environments.attention_shapes import SHAPES, Requests, mixed
 from slotline.testing.subject import Subject
 
 LATENT = {"edges": EXPANSION, "mla": True}
@@ -34,14 +34,18 @@ def declared(subject: Subject) -> tuple[str, ...]:
 
 
 def by_form(subject: Subject) -> Iterable[Case]:
-    """Return each declared edge alone, rotations of two forms, scales of three, and all edges together."""
+    """Return each declared edge alone, rotations of two forms, scales of three, and all edges together.
+
+    And all of a step of single tokens, which a backend may compute in another way.
+    """
     names = declared(subject)
     forms: list[dict[str, Any]] = [{"edges": (name,)} for name in names]
     if ROTARY in names:
         forms += [{"edges": (ROTARY,), "partial": True}, {"edges": (ROTARY,), "partial": True, "whole": False}]
     if ROUNDED in names:
         forms += [{"edges": (ROUNDED,), "groups": 0}, {"edges": (ROUNDED,), "groups": 2}]
-    return [*forms, *([{"edges": names, "partial": True}] if len(names) > 1 else [])]
+    forms += [{"edges": names, "partial": True}] if len(names) > 1 else []
+    return [*forms, {"edges": names, "batch": "decode"}]
 
 
 def by_pair(subject: Subject) -> Iterable[Case]:
@@ -65,6 +69,11 @@ def form_of(case: Case) -> EdgeForm:
     return EdgeForm(case["edges"], case.get("partial", False), case.get("whole", True), case.get("groups", 1))
 
 
+def batch_of(case: Case) -> Callable[[int], Requests]:
+    """Return the batch that a check's case asks for."""
+    return SHAPES[case.get("batch", "mixed")]
+
+
 @check(Kind.ATTENTION, "attention.edges.names", Level.CONTRACT, cost=0.02)
 def names(run: Run) -> None:
     """The contract knows every declared edge. An expansion is declared beside latents alone."""
@@ -82,7 +91,7 @@ def names(run: Run) -> None:
 @check(Kind.ATTENTION, "attention.edges", Level.NUMERICS, cases=by_form, profile="mixed")
 def each(run: Run) -> None:
     """Heads are normed, rotated, stored, and outputs gated and rounded, as if the model had done it."""
-    case = chosen(run, mixed).friendly()
+    case = chosen(run, batch_of(run.case)).friendly()
     EdgedStep(run, case, form_of(run.case)).prove(build(run, case))
 
 
@@ -113,7 +122,7 @@ def expansion(run: Run) -> None:
 @check(Kind.ATTENTION, "attention.edges.hostile", Level.HOSTILE, cases=by_form)
 def hostile(run: Run) -> None:
     """Strided inputs are only read, and what is in padded rows, other blocks and gaps does not matter."""
-    case = evolve(chosen(run, mixed), merged=True)
+    case = evolve(chosen(run, batch_of(run.case)), merged=True)
     EdgedStep(run, case, form_of(run.case)).prove(build(run, case))
 
 
@@ -127,7 +136,7 @@ def hostile_expansion(run: Run) -> None:
 @check(Kind.ATTENTION, "attention.edges.turns", Level.STATEFUL, cases=by_form)
 def turns(run: Run) -> None:
     """Calls with edges and calls without take turns, and neither changes the other."""
-    case = chosen(run, mixed).friendly()
+    case = chosen(run, batch_of(run.case)).friendly()
     backend = build(run, case)
     found = []
     for _ in range(3):

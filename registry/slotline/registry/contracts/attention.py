@@ -478,7 +478,8 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch) -> Any:
         """Do the host work of one step, outside graphs.
 
-        The result is passed to every `write` and `forward` of the step.
+        The result is passed to every `write` and `forward` of the step. If its attribute `takes_edges` is False, the
+        model computes the `edges` in this step, although the backend can. Without the attribute it does not.
         """
         ...
 

@@ -10,6 +10,7 @@ each edge that the model keeps. Nothing is refused for an edge: the model comput
 * `write` is not called. `forward` gets ``edges=`` and stores the step's keys and values itself.
 * A call has any of the edges that were named, or none. `expansion` is never with `rotary`, `norm` or `gate`.
 * A call without ``edges=`` means what it always meant. Its `write` and `forward` do nothing at the edges.
+* A backend may leave the edges of a step to the model, by `takes_edges` of its plan (see `AttentionBackend.plan`).
 * Tensors in it are inputs and stay unchanged, except `scales`. Rows after `num_tokens` are padding.
 
 The edges, in the order in which they are computed:

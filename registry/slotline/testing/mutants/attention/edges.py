@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
 from slotline.registry.contracts.attention_edges import EDGES, AttentionEdges, HeadNorm
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
@@ -174,6 +174,59 @@ class NothingStored(EdgedAttention):
 
     def keep(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         pass
+
+
+class StoredLate(EdgedAttention):
+    """Attends to what the cache has, and then stores, in steps of single tokens."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        edges: AttentionEdges | None = None,
+    ) -> torch.Tensor | None:
+        self.late: Any = None
+        lse = super().forward(layer, query, key, value, cache, plan, out, sinks, edges)
+        if self.late is not None:
+            self.write(layer, *self.late, cache, plan)
+        return lse
+
+    def keep(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        if only_single(plan):
+            self.late = key, value
+        else:
+            super().keep(layer, key, value, cache, plan)
+
+
+class CounterKept(EdgedAttention):
+    """Leaves half of the keys out from the second step of single tokens on, as if a counter had not been reset."""
+
+    steps = 0
+    halves = False
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        self.halves = False
+        return super().plan(batch)
+
+    def keep(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        super().keep(layer, key, value, cache, plan)
+        if only_single(plan):
+            self.halves, self.steps = self.steps > 0, self.steps + 1
+
+    def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
+        first = super().first_key(layer, num_queries, length)
+        return max(first, length // 2) if self.halves else first
+
+
+def only_single(plan: Plan) -> bool:
+    """Return True if every request has one query token."""
+    return all(end - start == 1 for start, end in zip(plan.starts, plan.starts[1:], strict=False))
 
 
 class InPlace(EdgedAttention):
@@ -403,6 +456,9 @@ MUTANTS = (
     _edged("edges-centered", "the norm takes the mean off", CenteredNorm),
     _edged("edges-norm-over-heads", "all heads of a token are normed together", NormOverHeads),
     _edged("edges-stored-before", "keys are stored before they are normed and rotated", StoredBefore),
+    _edged("edges-stored-late", "in a step of single tokens the new key is stored after attention", StoredLate),
+    _edged("edges-counter-kept", "the second step of single tokens misses half of the keys", CounterKept,
+           Level.STATEFUL),
     _edged("edges-nothing-stored", "a call with edges stores nothing", NothingStored),
     _edged("edges-in-place", "the model's query is rotated in place", InPlace),
     _edged("edges-ever-after", "a call without edges rotates as the one before it", RotatedEverAfter, Level.STATEFUL),
