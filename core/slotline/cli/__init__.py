@@ -62,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_alone(interrupts: Interrupts) -> int:
     """Run the command that is the whole of this process."""
     from slotline.registry.collection import rare_collection
+    from slotline.registry.kept_code import kept_code
 
-    with rare_collection():
+    with rare_collection(), kept_code():
         return _run(None, interrupts)
 
 
