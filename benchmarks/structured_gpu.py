@@ -1,12 +1,14 @@
 """What structured output costs on a GPU, and with a vocabulary of the usual size.
 
     python benchmarks/structured_gpu.py benchmarks/models/qwen3-0.6b --tokenizer FOLDER [--requests 64] [--tokens 96]
+        [--constraint json regex choice grammar structural_tag]
 
 The model has the form of the folder's configuration and random weights: its texts mean nothing and follow the schema.
-Greedy requests with and without a constraint run in turn on one engine; the figure is the time from one step to the
-next while all of them decode, median of all steps of three runs each, and the host's time in the step's parts from a
-run more. Masks and compiling are those of benchmarks/structured_cpu.py with this tokenizer. `--train` first makes a
-tokenizer of 128,000 tokens from the Python files that this interpreter finds, for where there is none at hand.
+Greedy requests with a constraint and without one run in turn on one engine; the figure is the time from one step to
+the next while all of them decode, median of all steps of three runs each, and the host's time in the step's parts
+from a run more, of which `wait` is what the device is waited for. Masks and compiling are those of
+benchmarks/structured_cpu.py with this tokenizer. `--train` first makes a tokenizer of 128,000 tokens from the Python
+files that this interpreter finds, for where there is none at hand.
 """
 
 from __future__ import annotations
@@ -31,6 +33,13 @@ from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
 from slotline.text.tokenizer import Tokenizer
 
+CONSTRAINTS: dict[str, Any] = {
+    "json": ORDER,
+    "regex": r"(\[[A-C]\d{3}\] (ok|late);)+",
+    "choice": [f"item {number}: {what}" for number in range(200) for what in ("as it was", "somewhere else by now")],
+    "grammar": 'root ::= "[" item ("," item)* "]"\nitem ::= name ":" (root | [0-9]{1,9} | "-")\nname ::= [a-z]{1,20}',
+    "structural_tag": {"structures": [{"begin": "<call>", "schema": ORDER, "end": "</call>"}], "triggers": ["<call>"]},
+}
 SHORT = "benchmarks/models/llama-tiny --tokenizer core/slotline/core/small_model --requests 2 --tokens 8"
 CHARACTERS = 45_000_000
 
@@ -67,8 +76,10 @@ def train(folder: Path, vocab_size: int = 128_000) -> None:
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>").save_pretrained(folder)
 
 
-def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int, overrides: list[str]) -> None:
-    """Decode steps with and without a constraint."""
+def decode(
+    folder: Path, tokenizer: Path, name: str, requests: int, tokens: int, overrides: list[str], kinds: list[str]
+) -> None:
+    """Decode steps without a constraint, and with one of each kind."""
     settings = {"structured_output.backend": name, "tokenizer": str(tokenizer), "observability.progress": False}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name_of_copy:  # its end-of-sequence token must be one of the tokenizer's
@@ -79,7 +90,13 @@ def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int,
         llm = random_llm(folder, max_model_len=1024, max_num_seqs=requests, overrides=overrides, **settings)
     common: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
     free = [SamplingParams(**common)] * requests
-    bound = [SamplingParams(**common, structured_outputs=StructuredOutputsParams(json=ORDER))] * requests
+    for kind in kinds:
+        wanted = StructuredOutputsParams(**{kind: CONSTRAINTS[kind]})
+        compare(llm, kind, free, [SamplingParams(**common, structured_outputs=wanted)] * requests)
+
+
+def compare(llm: Any, kind: str, free: list[SamplingParams], bound: list[SamplingParams]) -> None:
+    """Time both in turn, and print the host's parts of each."""
     found: dict[str, list[float]] = {"free": [], "bound": []}
     for run in range(4):
         for what, params in (("free", free), ("bound", bound)):
@@ -87,7 +104,7 @@ def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int,
             found[what] += times if run else []  # the first run warms up
     plain, with_masks = (1e6 * statistics.median(found[what]) for what in ("free", "bound"))
     print(
-        f"  {requests} requests: a decode step {plain:.0f} us without, {with_masks:.0f} us with a constraint, "
+        f"  {len(free)} requests, {kind}: a decode step {plain:.0f} us without, {with_masks:.0f} us with a constraint, "
         f"{100 * (with_masks / plain - 1):+.1f} % ({len(found['bound'])} steps)",
         flush=True,
     )
@@ -110,6 +127,7 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=64)
     parser.add_argument("--tokens", type=at_least(8), default=96)
     parser.add_argument("--plugins", nargs="+", default=PLUGINS)
+    parser.add_argument("--constraint", nargs="+", choices=CONSTRAINTS, default=["json"])
     parser.add_argument("--decode-only", action="store_true", help="no masks and no compiling alone")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -133,7 +151,8 @@ def main() -> None:
             print(f"  built for {len(tokenizer)} tokens in {perf_counter() - start:.2f} s", flush=True)
             masks(backend, tokenizer, arguments.requests)
             compiling(backend, tokenizer)
-        decode(arguments.model, arguments.tokenizer, name, arguments.requests, arguments.tokens, arguments.settings)
+        sizes = arguments.requests, arguments.tokens
+        decode(arguments.model, arguments.tokenizer, name, *sizes, arguments.settings, arguments.constraint)
         print(f"  {perf_counter() - start:.0f} s in all", flush=True)
 
 

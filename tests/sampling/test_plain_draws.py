@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from engine_driver import add, random_prompts, run_all
 from sampling_cases import batch, params
 from tiny_engines import DEFAULTS
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.registry.errors import IntegrityError
 
@@ -160,3 +161,40 @@ def test_a_step_that_asks_for_more_is_not_drawn_plainly(
     add(llm, "plain", random_prompts([9])[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     run_all(llm)
     assert (len(counted.rows) > before) == (not settings)
+
+
+@interpreted
+@pytest.mark.behaviour(102)
+def test_tokens_are_banned_before_plain_draws() -> None:
+    llm = LLM(device="cpu", memory="64MiB", max_model_len=128, **ON)
+    counted, head, outputs = Counted(llm), llm.engine.runner.head, []
+    wanted = [StructuredOutputsParams(regex="[0-9]{2}!"), None, StructuredOutputsParams(choice=["a"])]
+    params = [SamplingParams(temperature=0, max_tokens=3, structured_outputs=one) for one in wanted]
+    for draws in (head.plain_draws, None):
+        head.plain_draws = draws  # type: ignore[union-attr]
+        before = len(counted.rows)
+        found = [output.outputs[0] for output in llm.generate(["x = "] * 3, params)]
+        outputs.append([(one.text, one.finish_reason) for one in found])
+        assert (len(counted.rows) > before) == (draws is not None)
+    assert outputs[0] == outputs[1]
+    assert re.match(r"\d\d", outputs[0][0][0])
+    assert outputs[0][2] == ("a", "stop")
+
+
+@interpreted
+@pytest.mark.behaviour(102)
+def test_a_row_without_a_token_left_is_not_drawn_plainly() -> None:
+    llm = LLM(device="cpu", memory="64MiB", max_model_len=128, **ON)
+    counted = Counted(llm)
+    # A text that may only end, where end-of-sequence tokens are banned and the state is not asked whether it is over.
+    params = SamplingParams(max_tokens=8, ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="ab?"))
+    grammars = llm.engine.extension("structured_output")
+    grammars._accept = lambda rows, token_ids, ended: (_accept_all(grammars, rows, token_ids), {})[1]
+    (output,) = llm.generate(["x"], [params])
+    assert (output.outputs[0].finish_reason, output.outputs[0].text[:1]) == ("error", "a")
+    assert counted.rows  # those before
+
+
+def _accept_all(grammars: Any, rows: Any, token_ids: Any) -> None:
+    for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+        grammars._state(row).accept([token])

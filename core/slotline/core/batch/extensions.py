@@ -93,6 +93,7 @@ class Extensions:
     begin_logits: tuple[Callable[[ModelInputs], None], ...] = ()
     wants_all_hidden: tuple[Callable[[ModelInputs], bool], ...] = ()
     leaves_logits: tuple[Callable[[ModelInputs], bool], ...] = ()
+    ban_tokens: tuple[Callable[[torch.Tensor, ModelInputs], torch.Tensor], ...] = ()
     process: tuple[Callable[[Any, ModelInputs], Any], ...] = ()  # of `Processed`
     restrictions: tuple[Callable[[int], Sequence[str]], ...] = ()
     process_logits: tuple[Callable[[torch.Tensor, ModelInputs], torch.Tensor], ...] = ()

@@ -182,23 +182,23 @@ class SamplingHead:
 
     def _draws_plainly(self, inputs: ModelInputs, *, whole: bool) -> bool:
         """Return True if a step needs nothing but plain draws."""
-        if inputs.stand_ins is None or inputs.scored is not None:
+        if inputs.stand_ins is None or inputs.scored is not None or whole or self.count_nans:
             return False
-        if whole or self.count_nans or self.extensions.process_logits:
+        if self.pipeline.has_work(inputs.sampling.rows, all_greedy=inputs.sampling.all_greedy):
             return False
-        if not all(leaves(inputs) for leaves in self.extensions.leaves_logits):
-            return False
-        return not self.pipeline.has_work(inputs.sampling.rows, all_greedy=inputs.sampling.all_greedy)
+        return not self.extensions.process_logits and all(leaves(inputs) for leaves in self.extensions.leaves_logits)
 
     def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
         """Draw the tokens of a step with the fast sampler."""
         inputs, logits = launched.inputs, launched.logits
         assert inputs.stand_ins is not None
-        captured = logits is not None and inputs.all_sample
-        if logits is None or not captured:
+        if logits is None or not inputs.all_sample:
             with self.profiler.scope("logits"):
                 _, logits = self._wanted(launched)
+        for ban in self.extensions.ban_tokens:
+            logits = ban(logits, inputs)
         with self.profiler.scope("sample"):
+            captured = logits is launched.logits  # where a graph left them
             tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
         return PendingSample(batch=inputs.sampling, spec_positions=None, tokens=arriving, sampled=tokens)
 

@@ -9,12 +9,13 @@ grammar advances by the tokens that are handed out and by nothing else, so preem
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import evolve
 
 from slotline.core.batch.extensions import Ended
@@ -201,8 +202,23 @@ class StructuredOutputs:
             self._begun[inputs] = masks
 
     def leaves_logits(self, inputs: ModelInputs) -> bool:
-        """Return True if no row of a step has a grammar."""
-        return not self._any or not self.active[inputs.sampling.rows].any()
+        """Return True if nothing but bans is to be done with the logits of a step: each row has a token left."""
+        if not self._any or not self.active[inputs.sampling.rows].any():
+            return True
+        with self._profiler.scope("grammar"):
+            masks = self._begun.get(inputs) or self.begin(inputs)
+            if masks is None:
+                return True
+            self._begun[inputs] = masks
+            return not self._failures(masks) and masks.leave_tokens()
+
+    def ban_tokens(self, logits: torch.Tensor, inputs: ModelInputs) -> torch.Tensor:
+        """Return the logits with every token banned that a grammar does not allow next."""
+        masks = self._begun.pop(inputs, None)
+        if masks is None:
+            return logits
+        with self._profiler.scope("grammar"):
+            return masks.bitmask.apply(logits, in_place=True)
 
     def process(self, processed: Processed, inputs: ModelInputs) -> Processed:
         """Return the logits with every token banned that a grammar does not allow next."""
@@ -250,16 +266,21 @@ class StructuredOutputs:
         """
         if masks is None:
             return processed
-        rows = masks.logits_rows
-        failed = masks.wait(self.compiler.backend, self.name, self._plugins)
-        if (endless := self._rows.ignore_eos[rows[masks.masked]]).any():
-            masks.bitmask.ban(endless, self._eos_token_ids)
+        rows, failed = masks.logits_rows, self._failures(masks)
         errors = dict(processed.errors)
         for row, error in failed.items():
             errors.update(dict.fromkeys(np.flatnonzero(rows == row).tolist(), error))
         touched = masks.masked if processed.touched is None else masks.masked | processed.touched
         logits = masks.bitmask.apply(processed.logits, in_place=processed.logits is not processed.raw or not keep_raw)
         return evolve(processed, logits=logits, touched=touched, errors=errors)
+
+    def _failures(self, masks: GrammarBitmasks) -> Mapping[int, str]:
+        """Finish the masks, once. Return the reasons for rows that have none."""
+        if masks.failed is None:
+            masks.failed = masks.wait(self.compiler.backend, self.name, self._plugins)
+            if (endless := self._rows.ignore_eos[masks.logits_rows[masks.masked]]).any():
+                masks.bitmask.ban(endless, self._eos_token_ids)
+        return masks.failed
 
     def _accept(self, rows: Int, token_ids: npt.NDArray[np.int32], ended: Ended) -> Ended:
         over: Ended = {}
@@ -273,7 +294,10 @@ class StructuredOutputs:
                     continue
                 state = self._state(row)
                 if state.accept([token]) == 0:
-                    raise ContractError(f"structured-output plugin {self.name!r} let token {token} pass its mask")
+                    raise ContractError(
+                        f"structured-output plugin {self.name!r} let token {token} pass its mask, or the model's own "
+                        "logits are minus infinity for all tokens of the mask"
+                    )
                 if state.finished:
                     over[row] = ("stop", None)
             except Exception as error:  # a plugin's code may raise anything

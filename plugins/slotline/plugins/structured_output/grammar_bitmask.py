@@ -19,6 +19,8 @@ from slotline.registry.contracts.device import Device
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
+_FIRST_WORDS = 64
+"""Of a mask, among which mostly is a token that is allowed."""
 
 
 @define(kw_only=True, eq=False)
@@ -31,6 +33,7 @@ class GrammarBitmasks:
         rows: [m] permanent rows whose masks are asked for, with their `states` and `drafts`.
         firsts: [m] the first mask of each of these rows. `counts` [m] more masks follow it, one for each draft.
         filling: the plugin's work in another thread, if it was given to one.
+        failed: the reasons for rows without a mask. None until the masks are finished.
     """
 
     bitmask: TokenBitmask
@@ -42,6 +45,7 @@ class GrammarBitmasks:
     firsts: Sequence[int]
     counts: Sequence[int]
     filling: Future[None] | None = None
+    failed: dict[int, str] | None = None
 
     @classmethod
     def of(
@@ -100,6 +104,12 @@ class GrammarBitmasks:
     def num_asked(self) -> int:
         """Masks that the plugin writes."""
         return len(self.firsts) + sum(self.counts)
+
+    def leave_tokens(self) -> bool:
+        """Return True if each mask allows a token."""
+        words = self.bitmask.words
+        left = words[:, :_FIRST_WORDS].any(axis=1)
+        return bool(left.all() or words[~left].any(axis=1).all())
 
     def fill(self, backend: StructuredOutput) -> None:
         """Write the masks that are asked for. Raises any exception of the plugin."""

@@ -39,6 +39,7 @@ _UNKNOWN = dict.fromkeys(_STRINGS | _NUMBERS)
 _BETWEEN, _WHOLE_STRING, _STRING, _COUNTED_STRING, _WHOLE_SCALAR, _SCALAR = range(6)
 _SPACE, _SIMPLE_ESCAPES = b" \t\n\r", b'"\\/bfnrt'
 _MARK = b"\x00"  # stands in a string for content that is left out, and can be no part of JSON itself
+_PLAIN = (_STRING, b"", 0, b"")  # in a string that is left out, between two characters
 _ITEM = b"["  # where a value may stand, if not after a literal or a name that is none, b""
 
 Position = tuple[bytes, tuple[int, ...], int, bytes, int, bytes]
@@ -93,6 +94,11 @@ class JsonForm:
             members=erased and not names and not keywords & _NUMBERS_OF_NAMES,
         )
 
+    @property
+    def start(self) -> Position:
+        """The position of a text without output."""
+        return START
+
     def begins_literal(self, content: bytes) -> bool:
         """Return True if some literal begins with the content of a string."""
         place = bisect_left(self.literals, content)
@@ -100,6 +106,8 @@ class JsonForm:
 
     def after(self, position: Position, text: bytes) -> Position | None:
         """Return the position after more text. None if the whole is no beginning of JSON."""
+        if position[2:] == _PLAIN and text.isascii() and b'"' not in text and b"\\" not in text:
+            return position
         at: Position | None = position
         for byte in text:
             if at is None:
@@ -192,7 +200,7 @@ def _left_out(at: Position, byte: int) -> Position:
         return done, stack, kind, content + bytes((byte,)), count, partial
     partial += bytes((byte,))
     if partial[0] != 0x5C:
-        if len(partial) == _length(partial[0]):
+        if len(partial) == character_length(partial[0]):
             count, partial = count + (kind == _COUNTED_STRING), b""
     elif len(partial) == 2 and kind == _STRING and byte in _SIMPLE_ESCAPES:
         partial = b""
@@ -243,7 +251,7 @@ def _is_name(done: bytes, stack: Sequence[int]) -> bool:
     return bool(stack) and done[stack[-1]] == 0x7B and done[-1] in b"{,"
 
 
-def _length(first: int) -> int:
+def character_length(first: int) -> int:
     """Return the number of bytes of a character in UTF-8, by its first byte."""
     return 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 

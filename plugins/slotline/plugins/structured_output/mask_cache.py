@@ -2,7 +2,7 @@
 
 The texts of a grammar form a graph: a node for each position, an edge for each token. A request goes from node to node.
 The plugin's own state of the request follows when it is asked for something that the graph does not know. Positions are
-those of `JsonForm` under a JSON schema, and whole texts under other constraints.
+those of a `Form`, of which each kind of constraint has its own, and whole texts where none can be made.
 
 A plugin that forces text may allow one way to write it, chosen by the token before (see `StructuredOutput.fill`). So
 where all allowed tokens begin with the same byte, a mask is kept for the last token too.
@@ -11,13 +11,16 @@ where all allowed tokens begin with the same byte, a mask is kept for the last t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from slotline.plugins.structured_output.json_positions import FREE_OBJECTS, START, JsonForm, Position
+from slotline.plugins.structured_output.automaton import UnknownNotationError
+from slotline.plugins.structured_output.json_positions import FREE_OBJECTS, JsonForm
+from slotline.plugins.structured_output.rule_positions import ExpressionForm, RuleForm
+from slotline.plugins.structured_output.tag_positions import TagForm
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutput
 from slotline.registry.errors import ContractError
 
@@ -33,6 +36,50 @@ _TRIED = 512
 """Nodes of a grammar after which its texts must have met again, else it is left to the plugin."""
 _LOOKED_AT = 8
 """Words of a mask, from either end, in which tokens that begin with different bytes are looked for."""
+
+
+class Form(Protocol):
+    """What tells the positions of texts apart. Texts with one position can go on alike.
+
+    Attributes:
+        start: the position of a request without output.
+    """
+
+    @property
+    def start(self) -> Any:
+        """See above."""
+        ...
+
+    def after(self, position: Any, text: bytes) -> Any:
+        """Return the position after more text. None if it cannot be told."""
+        ...
+
+
+class Texts:
+    """Form of texts that are told apart byte by byte."""
+
+    start = b""
+
+    def after(self, position: bytes, text: bytes) -> bytes:
+        """See `Form`."""
+        return position + text
+
+
+def form_of(constraint: Constraint) -> Form | None:
+    """Return the form of a constraint's texts. None if nothing in them repeats, as far as can be told."""
+    kind, text = constraint.kind, constraint.text
+    try:
+        if kind == "json":
+            return JsonForm.of(text) or Texts()
+        if kind == "json_object":
+            return FREE_OBJECTS
+        if kind == "grammar":
+            return RuleForm(text)
+        if kind == "structural_tag":
+            return TagForm(text)
+        return ExpressionForm(text) if kind == "regex" else Texts()
+    except UnknownNotationError:
+        return Texts() if kind == "regex" else None
 
 
 @frozen(eq=False)
@@ -122,26 +169,20 @@ class CachedGrammar:
     def __init__(self, compiled: Any, constraint: Constraint, cache: MaskCache) -> None:
         self.compiled = compiled
         self.cache = cache
-        self.given_up = constraint.kind in ("grammar", "structural_tag")  # mostly free text, in which nothing repeats
-        self._form: JsonForm | None = None
-        if constraint.kind == "json":
-            self._form = JsonForm.of(constraint.text)
-        elif constraint.kind == "json_object":
-            self._form = FREE_OBJECTS
-        self._start: Any = b"" if self._form is None else START
+        self._form = form_of(constraint)
+        self.given_up = self._form is None
         self._nodes: dict[Any, Node] = {}
         self._found = 0
 
     def start(self, backend: StructuredOutput) -> CachedState:
         """Return the state of a request without output."""
-        node = None if self.given_up else self._node(self._start)
+        node = None if self.given_up or self._form is None else self._node(self._form.start)
         return CachedState(self, backend.start(self.compiled), node)
 
     def node_after(self, node: Node, token_id: int) -> Node | None:
         """Return the node after a legal token. None if the grammar is left to the plugin from here on."""
-        text = self.cache.text(token_id)
-        before, form = node.position, self._form
-        position: Position | bytes | None = before + text if form is None else form.after(before, text)
+        before = node.position
+        position = None if self._form is None else self._form.after(before, self.cache.text(token_id))
         if position is None:
             return None
         following = node if position == before else self._node(position)

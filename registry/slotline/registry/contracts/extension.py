@@ -129,6 +129,7 @@ FEATURE_METHODS = (
     "begin_logits",
     "wants_all_hidden",
     "leaves_logits",
+    "ban_tokens",
     "process",
     "restrictions",
     "revise_tokens",
@@ -635,7 +636,19 @@ class FeatureExtension(StepExtension, Protocol):
         ...
 
     def leaves_logits(self, inputs: Any) -> bool:
-        """Return True if the extension neither reads nor changes the logits of a step."""
+        """Return True if the extension neither reads nor changes the logits of a step but in `ban_tokens`.
+
+        All earlier tokens are known. If all extensions leave the logits, `process` is not called for the step, and its
+        tokens are drawn in the fastest way, without a search for rows that have no token left.
+        """
+        ...
+
+    def ban_tokens(self, logits: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Return the logits [num_logits or more, vocab_size] with minus infinity for tokens that may not be drawn.
+
+        Called where all extensions have left a step's logits. They may be changed in place. At least one token of each
+        row must be left.
+        """
         ...
 
     def process(self, processed: Any, inputs: Any) -> Any:
