@@ -2,10 +2,12 @@
 
     python benchmarks/peers_cpu.py [--peers transformers openvino] [--dtype float32 bfloat16] [--runs 5]
         [--openvino-python PATH] [--json FILE]
+    python benchmarks/peers_cpu.py --model benchmarks/models/qwen3-0.6b --scale 0.1 --runs 1
 
-Each cell is one `slotline bench WORKLOAD --against PEER` with a random checkpoint of a model's configuration, which
-both engines load. OpenVINO GenAI runs in the Python that has it (pip install openvino-genai "optimum-intel[openvino]"),
-or in the environment that `slotline bench --peer-install` made. The file of `--json` has the table, and the cells that
+Each cell is one `slotline bench WORKLOAD --against PEER` with a random checkpoint of the configuration in `--model`,
+which both engines load. `--scale` shortens prompts and outputs and takes fewer requests, for a larger model. OpenVINO
+GenAI runs in the Python that has it (pip install openvino-genai "optimum-intel[openvino]"), or in the environment that
+`slotline bench --peer-install` made. The file of `--json` has the table, and the cells that
 `slotline bench --check FILE` runs again.
 """
 
