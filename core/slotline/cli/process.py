@@ -58,11 +58,13 @@ def run_process(command: Callable[[Interrupts], int]) -> int:
 def _end_without_collections() -> None:
     """Let Python end without looking for garbage among all objects three times, a second after an engine ran.
 
-    What is registered for the end still runs, and objects outside of cycles are still freed.
+    What is registered for the end still runs, and objects outside of cycles are still freed. Triton's bindings report
+    what is not freed as leaks, so after it was imported the end is an ordinary one.
     """
-    import gc
+    if "triton._C.libtriton" not in sys.modules:
+        import gc
 
-    gc.freeze()
+        gc.freeze()
 
 
 def closed_by_reader() -> int:

@@ -185,6 +185,8 @@ def exit_text(code: int) -> str:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keep this process' handlers of signals, since torch sets its own, and torch's warning where it cannot."""
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
     logger = logging.getLogger(SubprocessContext.__module__)
     level, main = logger.level, threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _HANDLED} if main else {}
