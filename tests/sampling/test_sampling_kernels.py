@@ -301,13 +301,14 @@ def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: 
     assert greedy.tolist() == mark(best, all_greedy=True).tolist()
 
 
-@pytest.mark.parametrize("room", [64, 8192])
+@pytest.mark.parametrize(("room", "listed"), [(16, 16), (256, 16), (256, 256)])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 4.0])
 def test_a_nucleus_deeper_than_the_first_look_is_the_definitions(
-    spread: float, room: int, monkeypatch: pytest.MonkeyPatch
+    spread: float, room: int, listed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sampling, "TILE", 8)  # 94 groups are many, then
     monkeypatch.setattr(triton_sampling, "ROOM", room)  # what overflows is searched without a list
+    monkeypatch.setattr(triton_sampling, "LISTED", listed)  # longer lists are read in parts
     logits = random_logits(5, 3000, 9, spread)
     logits[3] = logits[3].round(decimals=1)  # equal ones at every place
     logits[4, ::3] = -torch.inf
@@ -315,6 +316,41 @@ def test_a_nucleus_deeper_than_the_first_look_is_the_definitions(
     tokens, least = run(logits, rows)
     for i in range(5):
         right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+
+
+@pytest.mark.parametrize("limits", [{"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.7}])
+def test_rows_that_other_programs_sum_up_keep_what_torch_keeps(
+    limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sampling, "TILE", 8)
+    logits = random_logits(6, 3000, 12, 1.0)
+    logits[1] += 40  # rounded to fewer places, and so are quotients
+    logits[2, ::7] = torch.nan
+    logits[3, 5] = torch.inf
+    rows = batch(6, temperature=[0.8, 0.3, 1.0, 1.0, 3.0, 0.7], seed=np.arange(6), **limits)
+    tokens, least = run(logits, rows)
+    logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    want, final, _ = draw_torch(logits, rows, params(rows), keep_final=True)
+    assert final is not None
+    scaled = logits / PackedParameters(params(rows)).temperature[:, None]
+    finite = [0, 1, 2, 4, 5]
+    assert torch.equal(scaled.masked_fill(scaled < least[:, None], -torch.inf)[finite], final[finite])
+    assert torch.equal(tokens[finite], want[finite])
+    assert int(tokens[3]) == 5
+
+
+def test_rows_without_limits_need_two_launches() -> None:
+    logits = random_logits(3, 20_000, 13)
+    plain, limited = batch(3, temperature=[0.0, 1.0, 0.7]), [{"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}]
+    assert not triton_sampling.are_limited(plain)
+    assert all(triton_sampling.are_limited(batch(3, **limits)) for limits in limited)
+    sent = params(plain, DEVICE)
+    scratch = triton_sampling.Scratch.of(3, 20_000, DEVICE)
+    few = triton_sampling.launches(logits.to(DEVICE), sent, scratch, limited=False)
+    assert (len(few), len(triton_sampling.launches(logits.to(DEVICE), sent, scratch))) == (2, 4)
+    for launch in few:
+        launch()
+    assert torch.equal(scratch.tokens.cpu(), run(logits, plain)[0])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from slotline.backends.cuda.triton_logits_ops import Kept
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.kernels.triton_launcher import MOST, Launch
+from slotline.registry.contracts.device import SampledRows
 from slotline.registry.errors import IntegrityError
 
 
@@ -50,6 +51,11 @@ class FastSampler:
         self._parts = torch.empty(most * 2 * triton_likeliest.PARTS, dtype=torch.float32, device=device)
         self._host = staging.landing(most, torch.int64)
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._limited = True
+
+    def expect(self, rows: SampledRows) -> None:
+        """Note whether a row has limits: two launches less are needed if there are none."""
+        self._limited = triton_sampling.are_limited(rows)
 
     def __call__(
         self, logits: torch.Tensor, params: torch.Tensor | None, stand_ins: torch.Tensor, *, captured: bool
@@ -70,13 +76,14 @@ class FastSampler:
         n = len(stand_ins)
         # Graphs share memory: the logits of another shape, of other rows' length, may begin at the same place.
         places = logits.data_ptr(), 0 if params is None else params.data_ptr(), stand_ins.data_ptr()
-        key = (n, *places, *logits.stride())
+        limited, self._limited = self._limited, True
+        key = (n, limited, *places, *logits.stride())
         prepared = self._prepared.get(key) if captured else None
         if prepared is not None:
             for launch in prepared.launches:
                 launch()
             return prepared.tokens, self._staging.arriving(prepared.host)
-        launches = self._launches(logits[:n], params, stand_ins)
+        launches = self._launches(logits[:n], params, stand_ins, limited=limited)
         tokens, host = self._scratch.tokens[:n], self._host[:n]
         if captured and logits.stride(1) == 1:
             if len(self._prepared) >= MOST:
@@ -88,7 +95,7 @@ class FastSampler:
         return tokens, self._staging.arriving(host)
 
     def _launches(
-        self, logits: torch.Tensor, params: torch.Tensor | None, stand_ins: torch.Tensor
+        self, logits: torch.Tensor, params: torch.Tensor | None, stand_ins: torch.Tensor, *, limited: bool
     ) -> tuple[Launch, ...]:
         n, vocab_size = logits.shape
         if n > len(self._host) or vocab_size != self._vocab_size:
@@ -99,4 +106,4 @@ class FastSampler:
         kept = Kept(stand_ins, self._table, self._host)
         if params is None:
             return triton_likeliest.launches(logits, self._parts, self._scratch.tokens, kept)
-        return triton_sampling.launches(logits, params, self._scratch, kept)
+        return triton_sampling.launches(logits, params, self._scratch, kept, limited=limited)

@@ -14,7 +14,7 @@ from slotline.backends.cuda.triton_fast_sampler import FastSampler
 from slotline.backends.cuda.triton_logits_ops import ban_by_bitmask, mark_unusable
 from slotline.backends.cuda.triton_places import fill_places
 from slotline.backends.cuda.triton_repeats import BLOCK, advance_decode_batch
-from slotline.backends.cuda.triton_sampling import sample_into
+from slotline.backends.cuda.triton_sampling import are_limited, sample_into
 from slotline.backends.cuda.triton_tables import put_rows, take_rows
 from slotline.core.device import TorchOps
 from slotline.kernels.packed_parameters import PackedParameters
@@ -47,8 +47,8 @@ class TritonOps(TorchOps):
     def sample(
         self, logits: torch.Tensor, rows: SampledRows, params: torch.Tensor, *, keep_final: bool = False
     ) -> Drawn:
-        """Draw in two kernels."""
-        scratch = sample_into(logits, params)
+        """Draw in two kernels, and two more for deep rows."""
+        scratch = sample_into(logits, params, limited=are_limited(rows))
         final = _final(logits, params, scratch.least) if keep_final else None
         return Drawn(scratch.tokens, final, scratch.holds_nan)
 

@@ -70,6 +70,7 @@ class SamplingHead:
         self.count_nans = runner.count_nans
         self.extensions = runner.extensions
         self.plain_draws = plain_draws
+        self.expect_rows = getattr(plain_draws, "expect", lambda _: None)
         when, _, what = logprobs_mode.partition("_")
         self.raw_logprobs = when == "raw"
         self.normalise_logprobs = what == "logprobs"
@@ -164,8 +165,7 @@ class SamplingHead:
             spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
-            positions = None if positions is None else positions[given]
-            num_kept = None if num_kept is None else num_kept[given]
+            positions, num_kept = (None if values is None else values[given] for values in (positions, num_kept))
         return StepOutput(
             rows=rows,
             token_ids=token_ids.astype(np.int32),
@@ -199,6 +199,7 @@ class SamplingHead:
             logits = ban(logits, inputs)
         with self.profiler.scope("sample"):
             captured = logits is launched.logits  # where a graph left them
+            self.expect_rows(inputs.sampling)
             tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
         return PendingSample(batch=inputs.sampling, spec_positions=None, tokens=arriving, sampled=tokens)
 

@@ -394,7 +394,11 @@ class DraftPlaces(NamedTuple):
 
 
 class TokenSampler(Protocol):
-    """Draws for steps that want tokens and nothing else. There is one place for the tokens of a step."""
+    """Draws for steps that want tokens and nothing else. There is one place for the tokens of a step.
+
+    It may also have `expect(rows: SampledRows)`, which is called before each call with the sampling parameters of its
+    rows.
+    """
 
     def __call__(
         self, logits: torch.Tensor, params: torch.Tensor | None, stand_ins: torch.Tensor, *, captured: bool
