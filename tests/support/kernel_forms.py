@@ -114,8 +114,20 @@ def attended(requests: tuple[tuple[int, int], ...], *, strided: bool = False, **
     if strided:
         query, key = (part[:, :1].expand(part.shape) for part in (query, key))
         out = torch.zeros(out.shape[1], len(out) + 2, out.shape[2] + 16, dtype=out.dtype)[:, 1:-1, :-16].transpose(0, 1)
+    if getattr(plan, "takes_edges", False):
+        backend.forward(world.layer, query, key, value, world.cache, plan, out, edges=edges_of(query))
+        return
     backend.write(world.layer, key, value, world.cache, plan)
     backend.forward(world.layer, query, key, value, world.cache, plan, out)
+
+
+def edges_of(query: torch.Tensor) -> Any:
+    """Return norms and a rotation, as the engine hands them over in steps that take them."""
+    from slotline.registry.contracts.attention_edges import AttentionEdges, HeadNorm
+
+    norm = HeadNorm(weight=query.new_zeros(query.shape[2]), eps=1e-6)
+    angles = query.new_zeros(len(query), query.shape[2])
+    return AttentionEdges(query_norm=norm, key_norm=norm, cos=angles, sin=angles, rotary_size=query.shape[2])
 
 
 def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) -> Forms:

@@ -18,12 +18,15 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
     """Yield the query tokens of each request, and the tokens that each has with its past, or None for no past.
 
     The steps are prompts of every power of two alone, after a past and together with single tokens. Then numbers of
-    requests with few tokens, as in a verifying step, and with many, and a token after every past. Backends choose
-    blocks of queries and splits of keys by these.
+    requests with few tokens, as in a verifying step, with many, and with single tokens, and a token after every past:
+    both alone, where a backend may do more in the same kernel, and beside two tokens. Backends choose blocks of queries
+    and splits of keys by these.
     """
     most = min(max_tokens, max_model_len - 1)
     for past in powers_of_two(max_model_len):
         yield [1], past
+        if past > 1 and max_requests > 1 and max_tokens >= 3:
+            yield [1, 2], past
     for size in powers_of_two(most):
         yield [size], None
         yield [size], max_model_len
@@ -36,6 +39,8 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
         for size in (1, 2, 4, 8, 16):
             if count * size <= max_tokens:
                 yield [size] * count, max_model_len
+        if count < max_requests and count + 2 <= max_tokens:
+            yield [*[1] * count, 2], max_model_len
 
 
 def powers_of_two(most: int) -> list[int]:

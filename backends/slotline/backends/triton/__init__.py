@@ -13,6 +13,7 @@ from slotline.kernels.gluon_support import HOPPER, SERVED, has_hopper_kernels, w
 from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import INDEX_INPUTS, AttentionCapabilities
+from slotline.registry.contracts.attention_edges import NORM, ROTARY
 from slotline.registry.contracts.cache_tensors import FORMAT_DTYPES, LATENT_INDEX, PLAIN
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -94,6 +95,7 @@ descriptor = Descriptor(
         cache_formats=Set((PLAIN, *FORMAT_DTYPES, LATENT_INDEX)),
         index_topk=Flag(True),
         layer_inputs=Set(INDEX_INPUTS),
+        edges=Set((NORM, ROTARY)),
         graphs=Level(GraphSupport.ALWAYS),
         plan_once=Flag(True),
         plain_writes=True,

@@ -14,8 +14,10 @@ from slotline.backends import cache_codes
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, decode_codes, kernels
 from slotline.backends.triton.prompts import PromptAttention
+from slotline.backends.triton.single_tokens import Single, SingleTokens
 from slotline.backends.triton.trees import node_counts
 from slotline.backends.window_scores import window_scores
+from slotline.kernels.attention_edges import turned
 from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import (
     AttentionBatch,
@@ -23,6 +25,7 @@ from slotline.registry.contracts.attention import (
     AttentionLayer,
     LayerCache,
 )
+from slotline.registry.contracts.attention_edges import AttentionEdges
 from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 from slotline.registry.contracts.prefix_groups import PrefixGroups
 
@@ -112,6 +115,7 @@ class Plan(NamedTuple):
 
     Results of the launches of one tuple are merged. Each tuple has its own query tokens. `prompts` are requests at the
     end of the batch whose keys are all from this step, and `decodes` are requests of one token each at its front.
+    `singles` is the launch in place of all of these for calls with edges.
     """
 
     batch: AttentionBatch
@@ -119,6 +123,12 @@ class Plan(NamedTuple):
     prompts: Launch | None = None
     decodes: Launch | None = None
     nodes: torch.Tensor | None = None
+    singles: Single | None = None
+
+    @property
+    def takes_edges(self) -> bool:
+        """Whether one launch does the step's attention and what is at its edges."""
+        return self.singles is not None
 
 
 class TritonBackend:
@@ -149,6 +159,8 @@ class TritonBackend:
         options = context.options if isinstance(context.options, TritonOptions) else TritonOptions()
         self._prompts = PromptAttention(context, self._group) if options.prompts == "step" else None
         self._decodes = _hopper_decodes(context, cores) if options.decodes == "hopper" else None
+        serves = (early or not self._on_gpu) and SingleTokens.serves(context)
+        self._singles = SingleTokens(context, cores, early=early) if serves else None
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -187,7 +199,8 @@ class TritonBackend:
             launches.append((self._launch(batch, decodes, fresh, decodes, begin - decodes, longest),))
         if begin < batch.num_tokens:
             prompts = self._launch(batch, fresh, requests, begin, batch.num_tokens - begin, batch.max_query_len)
-        return Plan(batch, tuple(launches), prompts, apart)
+        singles = None if self._singles is None or apart is not None else self._singles.launch_of(batch)
+        return Plan(batch, tuple(launches), prompts, apart, singles=singles)
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
@@ -395,10 +408,17 @@ class TritonBackend:
         plan: Plan,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        edges: AttentionEdges | None = None,
     ) -> torch.Tensor:
         batch = plan.batch
         if out.shape[0] > batch.num_tokens:
             out[batch.num_tokens :].zero_()
+        if edges is not None:
+            if self._singles is not None and plan.singles is not None and out.stride(2) == 1:
+                states = query, key, value
+                return self._singles.attend(layer, states, cache, batch, plan.singles, out, sinks, self._slopes, edges)
+            query, key = turned(query, key, edges)  # which the plan has left to the model
+            self.write(layer, key, value, cache, plan)
         lse = torch.empty((layer.num_heads, out.shape[0]), dtype=torch.float32, device=out.device)
         query = cache_codes.rotate(query) if self._rotates else query
         query = query if query.stride(2) == 1 else query.contiguous()
