@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,8 +52,9 @@ multiprocessor from which on attention does so: fewer would be placed unevenly, 
 single token up to so few programs: beside the products of one row, which take little of a multiprocessor, they do."""
 CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
 """Shortest common prefix, and fewest query tokens, that are worth two more kernels."""
-CASCADE_AIM = 2
-"""Programs for each multiprocessor to aim at for a common prefix."""
+CASCADE_AIM, CASCADE_AIM_FEW = 1, 2
+"""Programs for each multiprocessor to aim at for a common prefix; and where query tokens are few, whose splits cost
+little to join."""
 
 
 CODES = {torch.int8: "bytes", torch.float8_e4m3fn: "bytes", torch.uint8: "nibbles"}
@@ -156,6 +159,7 @@ class TritonBackend:
         self._invariant = context.batch_invariant
         early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
         self._early = early
+        self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         options = context.options if isinstance(context.options, TritonOptions) else TritonOptions()
         self._prompts = PromptAttention(context, self._group) if options.prompts == "step" else None
         self._decodes = _hopper_decodes(context, cores) if options.decodes == "hopper" else None
@@ -263,7 +267,7 @@ class TritonBackend:
         shape = LARGE if self._large else PREFIX if tokens * self._group > SHORT.rows else SHORT
         block_q = self._block_q(tokens, shape)
         blocks = triton.cdiv(tokens, block_q)
-        splits = self._splits(CASCADE_AIM, blocks * self._kv_heads, keys, shape, tokens)
+        splits = self._splits(_cascade_aim(shape), blocks * self._kv_heads, keys, shape, tokens)
         parts = rest.splits + splits
         prefix = evolve(
             rest,
@@ -294,7 +298,7 @@ class TritonBackend:
         block_q = self._block_q(tokens, shape)
         longest = int((shared.segments_cpu[:, 2] - shared.segments_cpu[:, 1]).max())
         splits = self._splits(
-            CASCADE_AIM, triton.cdiv(tokens, block_q) * self._kv_heads, longest, shape, shared.levels * tokens
+            _cascade_aim(shape), triton.cdiv(tokens, block_q) * self._kv_heads, longest, shape, shared.levels * tokens
         )
         parts = rest.splits + shared.levels * splits
         prefixes = evolve(
@@ -460,8 +464,12 @@ class TritonBackend:
             rows = (plan.batch.num_tokens, layer.num_heads, count)
             parts = torch.empty((*rows, padded_v), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
-        for launch in launches:
-            self._parts(layer, query, cache, plan, launch, out, lse, parts, norms, sinks)
+        with self._beside(launches):  # a prefix has operations for few programs, the rest reads: both fill the device
+            for launch in launches[:-1]:
+                self._parts(layer, query, cache, plan, launch, out, lse, parts, norms, sinks)
+        self._parts(layer, query, cache, plan, launches[-1], out, lse, parts, norms, sinks)
+        if self._stream is not None and len(launches) > 1:
+            torch.cuda.current_stream().wait_stream(self._stream)
         shared = plan.batch.prefix_groups if launches[0].cascade == "segments" else None
         if count > 1:
             kernels.join[(launches[0].tokens, layer.num_heads)](
@@ -484,8 +492,18 @@ class TritonBackend:
                 padded_splits=triton.next_power_of_2(count),
                 has_sinks=sinks is not None,
                 has_depths=shared is not None,
-                **_start(early=self._early),
+                **_start(early=self._early and len(launches) == 1),
             )
+
+    @contextmanager
+    def _beside(self, launches: tuple[Launch, ...]) -> Iterator[None]:
+        """Launch beside the last of several launches, on a stream of the backend's own. The caller waits for it."""
+        if self._stream is None or len(launches) == 1:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _parts(
         self,
@@ -608,6 +626,11 @@ class TritonBackend:
             peel=launch.shape in (PREFILL, PREFIX) or tree is not None,  # in verification of chains it costs a tenth
             **sizes,
         )
+
+
+def _cascade_aim(shape: Shape) -> int:
+    """Return the programs of a common prefix for each multiprocessor."""
+    return CASCADE_AIM if shape is PREFIX else CASCADE_AIM_FEW
 
 
 def _hopper_decodes(context: AttentionContext, cores: int) -> HopperDecodes | None:
