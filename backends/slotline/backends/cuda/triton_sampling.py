@@ -44,8 +44,8 @@ LISTED = 256
 """How many of those a row's program holds of each tile. Longer lists are read again and again."""
 PARTS = 3168
 """Programs that sum up the tiles of rows, 24 on each of 132 multiprocessors."""
-FEW_ROWS = 16
-"""Below that there are so few tiles that each is summed up by more warps."""
+PART_BLOCK = 8
+"""Groups that such a program, of one warp, reads at a time."""
 LEAST_WIDTH = 512
 STATS_WARPS = 4
 ROW_WARPS = 16
@@ -149,16 +149,15 @@ def launches(
         ),
     ]
     if limited and num_groups > DEEP * TILE:
-        block, warps = (64, 4) if n < FEW_ROWS else (8, 1)
         found += [
             Launch(
                 sum_parts,
                 (min(PARTS, n * num_tiles),),
                 (
                     *(logits, stride, params, plans, left, near, counts, masses),
-                    *(vocab_size, num_tiles, group, TILE, ROOM, min(TILE, block)),
+                    *(vocab_size, num_tiles, group, TILE, ROOM, min(TILE, PART_BLOCK)),
                 ),
-                {"num_warps": warps},
+                {"num_warps": 1},
             ),
             Launch(
                 draw_deep_rows,
