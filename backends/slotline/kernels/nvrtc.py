@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from ctypes import c_int, c_void_p
+from ctypes import c_float, c_int, c_void_p
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,8 @@ logger = logging.getLogger("slotline")
 
 MOST = 512
 """Descriptions that are remembered; then all are forgotten."""
+TYPES = {int: c_int, float: c_float}
+"""Of a kernel's numbers."""
 INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc, of the release of CUDA that torch was built for"
 
 
@@ -54,15 +56,19 @@ class CudaKernel:
         threads: of a block.
         shared_bytes: of shared memory that a block asks for at its launch.
         early: whether it may start before the kernel in front has ended (programmatic dependent launch).
+        cooperative: whether all blocks must run at once, since they wait for each other.
 
     Raises:
         PluginLoadError: if the driver refuses it, with what it answers.
     """
 
-    def __init__(self, image: bytes, name: str, *, threads: int, shared_bytes: int, early: bool) -> None:
+    def __init__(
+        self, image: bytes, name: str, *, threads: int, shared_bytes: int, early: bool, cooperative: bool = False
+    ) -> None:
         from cuda.bindings import driver
 
         self._driver, self._early, self._threads, self._shared_bytes = driver, early, threads, shared_bytes
+        self._cooperative = cooperative
         self._module = _done(driver.cuModuleLoadData(image), name)
         self._function = _done(driver.cuModuleGetFunction(self._module, name.encode()), name)
         wanted = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -70,7 +76,7 @@ class CudaKernel:
         self._configs: dict[int, Any] = {}
 
     def __call__(self, blocks: int, *arguments: Any) -> None:
-        """Launch it on torch's current stream: tensors as their addresses, numbers as int, `CudaBoxes`' as they are."""
+        """Launch it on torch's current stream: tensors as their addresses, numbers as they are, `CudaBoxes`' too."""
         config = self._configs.get(blocks)
         if config is None:
             config = self._configs[blocks] = self._config(blocks)
@@ -79,7 +85,7 @@ class CudaKernel:
         for argument in arguments:
             is_tensor = isinstance(argument, torch.Tensor)
             values.append(argument.data_ptr() if is_tensor else argument)
-            types.append(c_void_p if is_tensor else c_int if isinstance(argument, int) else None)
+            types.append(c_void_p if is_tensor else TYPES.get(type(argument)))
         _done(self._driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0), "launch")
 
     def _config(self, blocks: int) -> Any:
@@ -88,11 +94,16 @@ class CudaKernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
+        attributes, names = [], driver.CUlaunchAttributeID
         if self._early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if self._cooperative:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attributes[-1].value.cooperative = 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
 

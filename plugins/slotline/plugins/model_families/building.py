@@ -205,4 +205,5 @@ def _optimize(hf_model: Any, device: str, context: ModelContext, decisions: Deci
         decisions=decisions,
         held="cpu" if context.offload_bytes else torch.device(device).type,
         products="timed" if context.options is None else context.options.cpu_products,
+        joins=context.options is None or context.options.layer_kernel,
     )

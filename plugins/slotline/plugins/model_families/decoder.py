@@ -146,11 +146,13 @@ class DecoderOptions:
         pooling: hidden states used for an embedding. ``auto`` is the checkpoint's pooling, else ``last``.
         cpu_products: layout of weights on a CPU. ``timed`` takes the fastest for each shape (timed once, then kept in
             the cache folder), ``onednn`` oneDNN's, ``plain`` the checkpoint's own.
+        layer_kernel: compute all between two attentions of a small model in one launch for 2 to 8 tokens (Hopper).
     """
 
     lean: bool = True
     cpu_products: Literal["timed", "onednn", "plain"] = "timed"
     pooling: Literal["auto", "last", "cls", "mean"] = "auto"
+    layer_kernel: bool = True
 
 
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(

@@ -8,8 +8,9 @@ from torch.nn import functional
 from slotline.kernels.gluon_support import HOPPER
 from slotline.kernels.triton_launcher import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
+from slotline.plugins.model_families.passes.between_attentions import FEWEST_ROWS, MOST_ROWS, BetweenAttentions
 from slotline.plugins.model_families.passes.cluster_products import ClusterProducts
-from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
+from slotline.plugins.model_families.passes.kernels import GatedNorm, LayerWeights, NormWeight
 from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, SINGLE, Products
 from slotline.registry.contracts.attention import CacheSlots
 
@@ -30,9 +31,13 @@ class TritonKernels:
     Args:
         early: True if kernels may start early (programmatic dependent launch).
         multiprocessors: see `Products`.
+        between: the kernel between two attentions, if the device has it.
     """
 
-    def __init__(self, *, early: bool = False, multiprocessors: int = 0) -> None:
+    def __init__(
+        self, *, early: bool = False, multiprocessors: int = 0, between: BetweenAttentions | None = None
+    ) -> None:
+        self._between = between
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
         self._starts = {"launch_pdl": True} if early else {}
@@ -267,6 +272,21 @@ class TritonKernels:
         residual.view(-1, n).addmm_(x.reshape(-1, k), weight.t())
         return residual if bias is None else residual.add_(bias)
 
+    def joins_rows(self, rows: int) -> bool:
+        """See `kernels.FusedKernels.joins_rows`."""
+        return self._between is not None and FEWEST_ROWS <= rows <= MOST_ROWS
+
+    def joins(self, weights: LayerWeights) -> bool:
+        """See `kernels.FusedKernels.joins`."""
+        return self._between is not None and self._between.suits(weights)
+
+    def between(
+        self, attended: torch.Tensor, residual: torch.Tensor, weights: LayerWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.FusedKernels.between`."""
+        assert self._between is not None, "asked for where it does not join"
+        return self._between(attended, residual, weights)
+
     def norms_inside(self, x: torch.Tensor) -> bool:
         """See `kernels.FusedKernels.norms_inside`."""
         return x.numel() <= PRODUCT_ROWS * x.shape[-1]
@@ -279,7 +299,9 @@ def triton_kernels_for(device: str) -> TritonKernels:
     """Return the kernels for a GPU, e.g. ``cuda:0``."""
     capability = torch.cuda.get_device_capability(device)
     count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
-    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count)
+    early = capability >= EARLIEST
+    between = BetweenAttentions(early=early, device=torch.device(device), multiprocessors=count) if count else None
+    return TritonKernels(early=early, multiprocessors=count, between=between)
 
 
 def _row_options(n: int) -> dict[str, int]:

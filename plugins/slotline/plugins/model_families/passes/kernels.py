@@ -40,6 +40,31 @@ class GatedNorm:
     gate_first: bool
 
 
+@frozen(eq=False)
+class LayerWeights:
+    """Weights between two attentions. All are contiguous.
+
+    Attributes:
+        o: [hidden, attended].
+        norm: between the output projection and the MLP.
+        gate_up: [2 * inner, hidden], gate first.
+        down: [hidden, inner].
+        next_norm: of the next layer.
+        qkv: [outputs, hidden], the next layer's.
+        bias: of qkv, or None.
+        activation: of `kernels.ACTIVATIONS`.
+    """
+
+    o: torch.Tensor
+    norm: NormWeight
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    next_norm: NormWeight
+    qkv: torch.Tensor
+    bias: torch.Tensor | None
+    activation: str
+
+
 class RowKernels(Protocol):
     """Kernels over the rows of one dtype. They compute in float32 and round once, without checks."""
 
@@ -155,6 +180,24 @@ class FusedKernels(RowKernels, Protocol):
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Return `linear` plus a contiguous residual [..., out_features], which may be overwritten by the result."""
+        ...
+
+    def joins_rows(self, rows: int) -> bool:
+        """Return True if `between` is faster than separate kernels for so many rows."""
+        ...
+
+    def joins(self, weights: LayerWeights) -> bool:
+        """Return True if `between` takes these weights, and is faster than separate kernels for them."""
+        ...
+
+    def between(
+        self, attended: torch.Tensor, residual: torch.Tensor, weights: LayerWeights
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute all from the output of one attention to the input of the next, where `joins` and `joins_rows`.
+
+        attended [..., heads * size] and the layer's input [..., hidden_size] become the layer's output [...,
+        hidden_size] and the next layer's merged projection [..., outputs].
+        """
         ...
 
     def norms_inside(self, x: torch.Tensor) -> bool:

@@ -108,12 +108,14 @@ class LeanForward:
         norm: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
+        qkv: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
         """Return the input of the output projection, [batch, num_tokens, heads * size], and attention's second result.
 
         The first is int8 if there was room for `scales` [num_tokens, groups] float32 and they were written. A given
-        norm is applied to the hidden states first. With `wanted` [n] int64, which `takes_wanted` must allow, only these
-        tokens attend: [batch, n, heads * size]. None if the original must be called.
+        norm is applied to the hidden states first. `qkv` is their merged projection, if it is already there. With
+        `wanted` [n] int64, which `takes_wanted` must allow, only these tokens attend: [batch, n, heads * size]. None if
+        the original must be called.
         """
         if not isinstance(position_embeddings, tuple):
             return None  # a layer without positions
@@ -124,7 +126,9 @@ class LeanForward:
         fits &= self._fused is not None or cos.dtype == hidden_states.dtype
         if not fits or merged is None or attend is None:
             return None
-        if (
+        if qkv is not None:
+            pass  # from the kernel of the layer in front
+        elif (
             wanted is not None
             and norm is None
             and isinstance(merged, PlainMerged)
@@ -149,6 +153,11 @@ class LeanForward:
             return slot.attend(query[0], key[0], value[0], options.get("s_aux"), **said).flatten(1)[None], None
         out, weights = attend(module, *(states.transpose(1, 2) for states in (query, key, value)), None, **options)
         return out.flatten(2), weights
+
+    def projection(self) -> nn.Linear | PlainMerged | None:
+        """Return the merged projection if another kernel may compute it."""
+        merged = merged_of(self._module, "qkv_proj", QUERY_KEY_VALUE)
+        return merged if type(merged) in (nn.Linear, PlainMerged) and not has_hooks(merged) else None  # type: ignore
 
     def takes_wanted(self) -> bool:
         """Return True if only the wanted tokens may attend in this step."""

@@ -7,6 +7,7 @@ decode step takes half a millisecond. A layer is changed only if it gives the or
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
+from slotline.plugins.model_families.passes.between_attentions import FEWEST_ROWS, MOST_ROWS
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
+from slotline.plugins.model_families.passes.kernels import FusedKernels
+from slotline.plugins.model_families.passes.layer_link import LayerLink, Projected, is_plain
 from slotline.plugins.model_families.passes.lean_attention import CACHES, LeanForward, has_cache
 from slotline.plugins.model_families.passes.lean_mlp import LeanMLP
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
@@ -61,10 +65,12 @@ class LeanLayer:
             the MLP work on a rank's own.
         norms: the names of the layer's norms.
         tail: all that is behind attention as one call for few tokens, see `layer_tail`. None without it.
+        link: to the next layer, if one kernel may compute all up to its attention.
     """
 
     tokens: TokenDivision = WHOLE
     tail: LayerTail | None = None
+    link: LayerLink | None = None
 
     def __init__(self, layer: nn.Module, norms: Norms, residuals: Residuals) -> None:
         self._layer: Any = layer
@@ -93,16 +99,18 @@ class LeanLayer:
         self,
         hidden_states: torch.Tensor,
         embeddings: Any,
-        normed: torch.Tensor | None,
+        normed: torch.Tensor | Projected | None,
         behind: nn.Module | None,
         wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the layer's output [batch, n, hidden_size], and its norm by `behind` if that costs nothing.
+    ) -> tuple[torch.Tensor, torch.Tensor | Projected | None] | None:
+        """Return the layer's output [batch, n, hidden_size], and what the next layer begins with if that costs nothing.
+
+        That is its norm by `behind`, or even its merged projection.
 
         Args:
             hidden_states: [batch, num_tokens, hidden_size]. May be overwritten.
             embeddings: cosines and sines.
-            normed: the hidden states after `entrance`, if already computed.
+            normed: the hidden states after `entrance`, or their merged projection, if already computed.
             behind: the norm after the layer, if it is known.
             wanted: [n] int64, the only tokens that continue, and that attend if attention supports it. None for all.
 
@@ -115,6 +123,11 @@ class LeanLayer:
         behind = behind if is_kernel_norm(behind) else None
         return self._run(hidden_states, embeddings, {}, normed, behind, wanted, owned=True)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if it has a norm before attention, one before the MLP, and no other."""
+        return is_plain(self.norms)
+
     def _is_lean(self) -> bool:
         return is_lean(self._layer, self.norms, self._residuals)
 
@@ -123,17 +136,19 @@ class LeanLayer:
         hidden_states: torch.Tensor,
         embeddings: Any,
         options: dict[str, Any],
-        normed: torch.Tensor | None = None,
+        normed: torch.Tensor | Projected | None = None,
         behind: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
         *,
         owned: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor | Projected | None] | None:
         children, residuals, tokens = self._layer._modules, self._residuals, self.tokens
         attention = children["self_attn"]
         before, before_mlp = (None if name is None else children[name] for name in (self.norms[0], self.norms[2]))
         attending = wanted if wanted is not None and attention.forward.takes_wanted() else None
-        if normed is None and not tokens.divided and residuals.keeps(hidden_states):
+        if isinstance(normed, Projected):
+            attended = attention.forward.attended(hidden_states, embeddings, options, None, attending, qkv=normed.qkv)
+        elif normed is None and not tokens.divided and residuals.keeps(hidden_states):
             attended = attention.forward.attended(hidden_states, embeddings, options, before, attending)
         else:
             if normed is None:
@@ -142,6 +157,10 @@ class LeanLayer:
         if attended is None:
             return None
         mixed = attended[0]
+        if wanted is None and self.link is not None and behind is self.link.norm and not tokens.divides:
+            joined = self.link(mixed, hidden_states)
+            if joined is not None:
+                return joined
         if wanted is not None:
             mixed = mixed if attending is not None else mixed[:, wanted]
             hidden_states = tokens.some(hidden_states, wanted)
@@ -224,7 +243,27 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
             if target.decisions.decide(partial(_is_equal, layer, lean, rotary, recorder, target)):
                 layer.forward = lean
                 count += 1
-    return (f"straight calls with residuals added inside the products in {count} layers",) if count else ()
+    if count == 0:
+        return ()
+    notes = (f"straight calls with residuals added inside the products in {count} layers",)
+    return notes if target.fused is None else notes + _link(model, target, target.fused)
+
+
+def _link(model: nn.Module, target: Target, fused: FusedKernels) -> tuple[str, ...]:
+    """Link each layer to the one behind it if one kernel may compute what is between their attentions."""
+    count = 0
+    layers = list(getattr(model.base_model, "layers", ()))
+    for layer, behind in itertools.pairwise(layers):
+        if not all(
+            type(each.__dict__.get("forward")) is LeanLayer and each.forward.is_plain for each in (layer, behind)
+        ):
+            continue
+        link = LayerLink(layer, behind, fused)
+        if target.decisions.decide(link.is_equal if target.joins else lambda: False) and target.joins:
+            layer.forward.link = link
+            count += 1
+    rows = f"{FEWEST_ROWS} to {MOST_ROWS} tokens"
+    return (f"one kernel between two attentions after {count} layers, for {rows}",) if count else ()
 
 
 def _is_equal(layer: Any, lean: LeanLayer, rotary: Any, recorder: Recorder, target: Target) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from slotline.plugins.model_families.passes.equality import TOLERANCES, equal, relative_difference
 from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, FusedKernels
-from slotline.plugins.model_families.passes.merged_projections import GATE_UP, merged_of
+from slotline.plugins.model_families.passes.merged_projections import GATE_UP, PlainMerged, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
@@ -28,17 +28,25 @@ class LeanMLP:
         module: the MLP, with merged `gate_proj` and `up_proj` or with a `gate_up_proj`, and a `down_proj`.
         fused: the device's kernels.
         activation: of `kernels.ACTIVATIONS`.
+
+    Attributes:
+        activation: as given.
     """
 
     def __init__(self, module: nn.Module, fused: FusedKernels, activation: str) -> None:
         self._module: Any = module
         self._original: Callable[..., Any] = module.forward
-        self._fused, self._activation = fused, activation
+        self._fused, self.activation = fused, activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map [..., hidden_size] to [..., hidden_size]."""
         gated = self.gated(x)
         return self._original(x) if gated is None else self._module.down_proj(gated)  # type: ignore[no-any-return]
+
+    def projection(self) -> nn.Linear | PlainMerged | None:
+        """Return the merged gate and up if another kernel may compute it."""
+        merged = merged_of(self._module, "gate_up_proj", GATE_UP)
+        return merged if type(merged) in (nn.Linear, PlainMerged) and not has_hooks(merged) else None  # type: ignore
 
     def gated(self, x: torch.Tensor, norm: KernelRMSNorm | None = None) -> torch.Tensor | None:
         """Return the input of the down projection for x or its norm, [..., intermediate_size].
@@ -49,9 +57,9 @@ class LeanMLP:
         if merged is None:
             return None
         if has_hooks(merged):
-            return self._fused.act_and_mul(merged(x if norm is None else norm.forward(x)), self._activation)
+            return self._fused.act_and_mul(merged(x if norm is None else norm.forward(x)), self.activation)
         factors = None if norm is None else norm.factors
-        return self._fused.gated_linear(x, merged.weight, merged.bias, self._activation, factors)
+        return self._fused.gated_linear(x, merged.weight, merged.bias, self.activation, factors)
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:

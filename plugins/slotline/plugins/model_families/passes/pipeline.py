@@ -68,6 +68,7 @@ def optimize(
     decisions: Decisions | None = None,
     held: str = "",
     products: Choice = "onednn",
+    joins: bool = True,
 ) -> tuple[str, ...]:
     """Edit a loaded decoder in place so that it computes the same with less work.
 
@@ -84,6 +85,7 @@ def optimize(
         decisions: takes the answers of the checks, or has those of an earlier run on the same model.
         held: device type of the weights, by default that of the model's first parameter.
         products: how a CPU's products are chosen. With `batch_invariant` or `captured` they are oneDNN's.
+        joins: whether one kernel may compute all between two attentions.
 
     Returns:
         A note for each thing done, or left out with the reason.
@@ -95,7 +97,8 @@ def optimize(
     held = held or next(model.parameters()).device.type
     target = target_for(device, dtype, captured=captured, held=held)
     fixed = batch_invariant or captured  # our kernel is called by address
-    target = evolve(target, decisions=decisions or Decisions(), products="onednn" if fixed else products)
+    products = "onednn" if fixed else products
+    target = evolve(target, decisions=decisions or Decisions(), products=products, joins=joins)
     notes = apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
     target.decisions.finish()
     return notes

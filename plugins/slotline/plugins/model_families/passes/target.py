@@ -31,6 +31,7 @@ class Target:
         kernels: the device's row kernels, None if there are none.
         fused: the same object if the device has fused kernels, too.
         products: how a CPU's products are chosen.
+        joins: whether one kernel may compute all between two attentions.
         decisions: answers of the passes' checks.
     """
 
@@ -39,6 +40,7 @@ class Target:
     kernels: RowKernels | None = None
     fused: FusedKernels | None = None
     products: Choice = "onednn"
+    joins: bool = True
     decisions: Decisions = field(factory=Decisions, eq=False)
 
     @property
