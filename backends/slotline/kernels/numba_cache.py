@@ -3,6 +3,10 @@
 numba's own cache is next to the source file, which an installation may forbid, and two processes that compile at once
 may mix up the files in its index. Here each compiled form has its own file, named after everything that it depends on:
 the source file, numba, the processor, the options and the types.
+
+Symbols in these files must not meet. numba ends the symbol of each function with the number of functions that its
+process compiled before. Two processes thus give one symbol to different code. The linker of a process that loads both
+would keep the first function of a symbol and call it from both kernels. So here numba gets random numbers to count by.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ import hashlib
 import inspect
 import logging
 import pickle
+import secrets
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ import llvmlite
 import numba
 from llvmlite import ir
 from llvmlite.binding import address_of_symbol
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.compiler import CompileResult
@@ -32,8 +38,10 @@ from slotline.kernels.kernel_files import read_kernel, write_kernel
 
 logger = logging.getLogger("slotline")
 
-_FORM = 2
-"""Number of what a file has: names that the machine code calls, and the code."""
+_FORM = 3
+"""Number of what a file has: names that the machine code calls, and the code, with symbols like no other file's."""
+
+FunctionIdentity._unique_ids = iter(partial(secrets.token_hex, 8), None)  # also for functions that a kernel calls
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
