@@ -35,13 +35,14 @@ def engine(path: Path, **settings: Any) -> LLM:
     return LLM(model=str(path), **{**options, **settings})
 
 
-def replayed(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[GraphShape | None]]:
-    """The tokens, and the shapes that steps had."""
+def replayed(llm: LLM, prompts: list[list[int]], fewest: int = 1) -> tuple[list[list[int]], set[GraphShape | None]]:
+    """The tokens, and the shapes that steps of at least `fewest` requests had."""
     seen = set()
     original = llm.engine.runner.launch
 
     def launch(inputs: Any) -> Any:
-        seen.add(inputs.shape)
+        if inputs.batches[0].num_requests >= fewest:
+            seen.add(inputs.shape)
         return original(inputs)
 
     llm.engine.runner.launch = launch  # type: ignore[method-assign]
@@ -76,7 +77,8 @@ def test_prefixes_of_groups_are_replayed_from_graphs_of_their_own(path: Path) ->
     groups = [SHARED, random_prompts([1088], seed=5)[0]]
     prompts = [groups[index % 2] + behind for index, behind in enumerate(own)]
     expected = tokens_of(engine(path, backend="torch", **{"graphs.mode": "none", "attention.cascade": False}), prompts)
-    found, shapes = replayed(engine(path, backend="triton"), prompts)
+    # The two that compute the prefixes end a step before the others, which are then too few in each group.
+    found, shapes = replayed(engine(path, backend="triton"), prompts, fewest=len(prompts))
     assert found == expected
     assert GraphShape(16, 1, cascade=2) in shapes
     assert GraphShape(16, 1) not in shapes
