@@ -119,6 +119,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for plugin in PLUGINS
     ),
     ("llguidance", {"json": {"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}}, "at #: .* 40,000 char"),
+    *(
+        ("xgrammar", {"grammar": grammar}, "is a repetition of itself and matches no text")
+        for grammar in (
+            "root ::= root{1,3}",
+            'root ::= "a"\np ::= (p){2,}',
+            "root ::= p\np ::= (q){1,3}\nq ::= (r){2,4}\nr ::= (p){0,1}",
+        )
+    ),
 ]
 
 

@@ -47,7 +47,8 @@ class Room:
         self._memory = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._start, self._taken = start, -start % page
+        self._start, self._first = start, -start % page
+        self._taken = self._first
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight in this memory, which must be kept while the copy lives.
@@ -78,7 +79,7 @@ class Room:
                 inside = int(low, 16) <= self._start + self._taken - 1 and int(high, 16) > self._start
             elif inside and first == "AnonHugePages:":
                 found += int(line.split()[1]) << 10
-        return min(found, self._taken)
+        return min(found, self._taken - self._first)
 
 
 def _opaque_tensor(like: torch.Tensor, address: int) -> torch.Tensor:

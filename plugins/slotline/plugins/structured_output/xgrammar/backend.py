@@ -20,6 +20,7 @@ from slotline.plugins.structured_output.regex import located, misread, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened
 from slotline.plugins.structured_output.structural_tags import demands, structures
 from slotline.plugins.structured_output.xgrammar.cost import seconds
+from slotline.plugins.structured_output.xgrammar.endless import endless
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
 from slotline.plugins.structured_output.xgrammar.patterns import broken_by, in_ascii
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
@@ -88,14 +89,14 @@ class XGrammarBackend:
             for structure in structures(text):
                 _check_schema(json.dumps(structure.schema), structure.place)
         if len(text) <= _SHORT:
-            self._refuse_slow(kind, _printed(constraint))
+            self._refuse_printed(kind, _printed(constraint))
 
     def compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         """See the contract. XGrammar lets go of the interpreter while it compiles."""
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         try:
             if len(text) > _SHORT:
-                self._refuse_slow(kind, _printed(constraint))
+                self._refuse_printed(kind, _printed(constraint))
             if kind == "json":
                 text = _prepared(text, _JSON)
                 if grammar := _without_control_characters(text, any_whitespace=constraint.any_whitespace):
@@ -179,12 +180,17 @@ class XGrammarBackend:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
-    def _refuse_slow(self, kind: str, printed: Sequence[str]) -> None:
-        """Refuse a constraint that takes too long to compile, by its printed grammars.
+    def _refuse_printed(self, kind: str, printed: Sequence[str]) -> None:
+        """Refuse a constraint that cannot be compiled or takes too long, by its printed grammars.
 
         Raises:
-            RequestError: with the estimate and the limit.
+            RequestError: with the rule, or with the estimate and the limit.
         """
+        if rule := next(filter(None, map(endless, printed)), None):
+            raise RequestError(
+                f"structured_outputs.{kind}: the rule {rule} is a repetition of itself and matches no text",
+                fix="give it another alternative, or something to match in front of itself",
+            )
         if (length := sum(map(len, printed))) <= _MOST_PRINTED:
             estimate = sum(seconds(grammar, self._vocab_size) for grammar in printed)
             if estimate <= self._compile_limit:
