@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from slotline.registry.contracts import Constraint, GrammarState, StructuredOutp
 from slotline.registry.errors import ContractError, RequestError, SlotlineError
 
 Int32 = npt.NDArray[np.int32]
+_OPTIONS = "%llguidance "
 _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
 _MOST_THREADS = 4
 _WORTH_WAKING = 16
@@ -250,12 +252,26 @@ def _grammar(constraint: Constraint) -> str:
                 f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(text)))}"
             )
         else:
-            grammar = grammar_from("gbnf" if kind == "grammar" else kind, text)
+            grammar = _unforced(grammar_from("gbnf", text)) if kind == "grammar" else grammar_from(kind, text)
     except RequestError:
         raise
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
     return grammar
+
+
+def _unforced(grammar: str) -> str:
+    """Return a grammar in llguidance's own form for which no forced text is looked for.
+
+    Text is forced without an end where a greedy terminal follows itself, as in ``c+ c+``, and llguidance 1.9.1 then
+    never returns from a mask.
+    """
+    options: dict[str, Any] = {}
+    rest = grammar.lstrip()
+    if rest.startswith(_OPTIONS):
+        options, end = json.JSONDecoder().raw_decode(rest[len(_OPTIONS) :])
+        rest = rest[len(_OPTIONS) + end :]
+    return f"{_OPTIONS}{json.dumps(options | {'no_forcing': True})}\n{rest}"
 
 
 def _with_demands(grammar: str, tags: Sequence[StructTag], wanted: Demands) -> str:
