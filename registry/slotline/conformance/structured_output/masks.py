@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import RequestError
 from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.structured_output import (
     DOCUMENTS,
+    EOS_TOKEN_IDS,
     WRONG,
+    Mask,
     World,
     by_example,
     example_named,
@@ -29,6 +33,34 @@ def mask_exact(run: Run) -> None:
                 raise Failed(f"{run['example']}: after {sofar!r}, the legal token {token} is not accepted")
             sofar = world.text([token]) if not sofar else sofar + world.text([token])
             world.expect(world.mask(state), example.language, sofar, run["example"])
+
+
+@check(Kind.STRUCTURED_OUTPUT, "structured_output.mask.reusable", Level.NUMERICS, cases=by_example, cost=0.5)
+def mask_reusable(run: Run) -> None:
+    """Declared reusable, texts that go on alike have one mask, and a token's text is the one that masks see."""
+    if not run.subject.capabilities.reusable_masks:
+        raise NotApplicable("not declared: masks that can be used again")
+    world, example, rng = World(run.subject), example_named(run["example"]), run.rng
+    known: dict[frozenset[bytes], tuple[bytes, Mask]] = {}
+    for text in some_texts(example, rng, 8):
+        state, sofar = world.start(example.constraint), b""
+        for token in [None, *world.split(example.constraint, text, rng)]:
+            if token is not None:
+                state.accept([token])
+                sofar += world.text([token])
+            for index in np.flatnonzero(world.mask(state)).tolist():
+                seen = world.tokens[index]
+                if index not in EOS_TOKEN_IDS and (told := world.backend.token_text(index)) != seen:
+                    raise Failed(f"token_text of token {index} is {told!r}, masks see {seen!r}")
+            if example.language.forced(sofar):
+                continue  # then the mask may hang on the last token
+            rest = frozenset(t.removeprefix(sofar) for t in example.language.texts if t.startswith(sofar))
+            before, mask = known.setdefault(rest, (sofar, world.mask(state)))
+            if (differs := mask != world.mask(state)).any():
+                raise Failed(
+                    f"{run['example']}: {before!r} and {sofar!r} go on alike, and their masks differ in "
+                    f"{int(differs.sum())} tokens"
+                )
 
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.state.finished", Level.NUMERICS, cases=by_example, cost=0.5)

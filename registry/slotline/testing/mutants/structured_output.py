@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from slotline.registry.contracts import Constraint, StructuredOutputContext
+from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.reference.structured_output import ChoiceBackend, Choices, ChoiceState, descriptor
@@ -234,6 +234,39 @@ class UsedState(ChoiceBackend):
         return given[-1]
 
 
+class Reusable(ChoiceBackend):
+    """Tells the texts of tokens, so that masks can be used again."""
+
+    def token_text(self, token_id: int) -> bytes:
+        """See the contract."""
+        return self.tokens[token_id] or b""
+
+
+class TrimmedTexts(Reusable):
+    """Tells the texts of tokens without the blanks around them, as a tokenizer that decodes one token does."""
+
+    def token_text(self, token_id: int) -> bytes:
+        return super().token_text(token_id).strip()
+
+
+class RemembersTokens(ChoiceState):
+    """Allows no token of several bytes behind an odd number of bytes."""
+
+    def legal(self) -> list[int]:
+        odd = self.begin % 2 == 1
+        return [token for token in super().legal() if not odd or len(self.backend.tokens[token] or b"") < 2]
+
+
+class ReusableByPlace(Reusable):
+    """Declares masks reusable that hang on what came before."""
+
+    def start(self, grammar: Choices) -> GrammarState:
+        return RemembersTokens(self, grammar)
+
+
+_REUSABLE = attrs.evolve(descriptor.capabilities, reusable_masks=True)
+
+
 MUTANTS = (
     _mutant("never-ends", "an end of sequence is never legal", Level.NUMERICS, _starting(NeverEnds)),
     _mutant("ends-anywhere", "an end of sequence is always legal", Level.NUMERICS, _starting(EndsAnywhere)),
@@ -259,6 +292,12 @@ MUTANTS = (
     _mutant("one-compiler", "two compilations at a time mix", Level.HOSTILE, CompilesInPlace),
     _mutant("fixed-width", "the logits are as wide as the tokenizer", Level.HOSTILE, FixedWidth),
     _mutant("special-text", "special tokens are text", Level.NUMERICS, SpecialTokensAreText),
+    _mutant(
+        "trimmed-texts", "blanks are not part of a token's text", Level.NUMERICS, TrimmedTexts, capabilities=_REUSABLE
+    ),
+    _mutant(
+        "masks-by-place", "masks hang on what came before", Level.NUMERICS, ReusableByPlace, capabilities=_REUSABLE
+    ),
     _mutant(
         "kinds-in-a-list",
         "the constraints are a list",
@@ -294,5 +333,9 @@ class Silent(ChoiceState):
 CORRECT = (
     Correct("choices in plain Python", descriptor),
     Correct("the same with masks remembered", attrs.evolve(descriptor, name="remembers", factory=CachesMasks)),
+    Correct(
+        "one whose masks can be used again",
+        attrs.evolve(descriptor, name="reusable", factory=Reusable, capabilities=_REUSABLE),
+    ),
     Correct("one that forces nothing", attrs.evolve(descriptor, name="silent", factory=_starting(Silent))),
 )
