@@ -6,17 +6,13 @@ of the rest. Where nothing can be written, kernels are compiled in each start, a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from functools import cache
 from pathlib import Path
 
-from slotline.registry.cache_folder import cache_folder, write_atomic
+from slotline.registry.cache_folder import cache_folder, read_checked, write_checked
 
 logger = logging.getLogger("slotline")
-
-_CHECKSUM = hashlib.sha256
-_CHECKSUM_SIZE = _CHECKSUM().digest_size
 
 
 def kernel_folder() -> Path:
@@ -31,18 +27,17 @@ def kernel_folder() -> Path:
 def read_kernel(name: str, folder: Path | None = None) -> bytes | None:
     """Return the data that `write_kernel` stored under a name, or None if the file is missing or damaged."""
     try:
-        content = ((folder or kernel_folder()) / name).read_bytes()
+        folder = folder or kernel_folder()
     except OSError:
         return None
-    checksum, kernel = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
-    return kernel if _CHECKSUM(kernel).digest() == checksum else None
+    return read_checked(folder / name)
 
 
 def write_kernel(name: str, kernel: bytes, folder: Path | None = None) -> None:
     """Keep a compiled kernel for the next start, or warn once that nothing can be kept."""
     try:
         folder = folder or kernel_folder()
-        write_atomic(folder / name, _CHECKSUM(kernel).digest() + kernel)
+        write_checked(folder / name, kernel)
     except OSError as error:
         _warn_not_kept(folder, error.strerror or str(error))
 

@@ -17,6 +17,8 @@ import psutil
 _SCRATCH = re.compile(r"\.scratch-(?P<place>\w+)-(?P<pid>\d+)-\d+$")
 _EARLIER = re.compile(r"\.(?P<pid>\d+)\.\d+$")
 """Scratch files as earlier versions named them: without the place where the number counts."""
+_CHECKSUM = hashlib.sha256
+_CHECKSUM_SIZE = _CHECKSUM().digest_size
 _SETTLED_S = 3600.0
 _FOREIGN_S = 24 * 3600.0
 """Age from which a scratch file counts as left over if its process cannot be asked."""
@@ -55,6 +57,25 @@ def write_atomic(file: Path, content: bytes) -> None:
         with suppress(OSError):
             scratch.unlink()
         raise
+
+
+def read_checked(file: Path) -> bytes | None:
+    """Return the data that `write_checked` wrote into a file, or None if the file is missing or damaged."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    checksum, data = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
+    return data if _CHECKSUM(data).digest() == checksum else None
+
+
+def write_checked(file: Path, data: bytes) -> None:
+    """Write a file that begins with a checksum of its data, see `write_atomic`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    write_atomic(file, _CHECKSUM(data).digest() + data)
 
 
 def write_first(file: Path, content: bytes) -> None:

@@ -19,13 +19,11 @@ from contextlib import contextmanager, suppress
 from types import CodeType, ModuleType
 from typing import Any
 
-from slotline.registry.cache_folder import cache_folder, write_atomic
+from slotline.registry.cache_folder import cache_folder, read_checked, write_checked
 
 _MOST = 20_000
 """Pieces of code above which those of earlier starts are dropped."""
 _SALT = re.compile(r"(hash\(\(\s*)-?\d+,")
-_CHECKSUM = hashlib.sha256
-_CHECKSUM_SIZE = _CHECKSUM().digest_size
 
 
 @contextmanager
@@ -82,17 +80,16 @@ class _Codes:
         together = {**self._kept, **self._used}
         content = marshal.dumps(together if len(together) <= _MOST else self._used)
         with suppress(OSError):  # without it the next start compiles again
-            write_atomic(cache_folder() / _name(), _CHECKSUM(content).digest() + content)
+            write_checked(cache_folder() / _name(), content)
 
 
 def _read() -> dict[bytes, CodeType]:
     """Return what earlier starts compiled: nothing if the file is missing or damaged."""
     try:
-        content = (cache_folder() / _name()).read_bytes()
-    except OSError:
+        content = read_checked(cache_folder() / _name())
+    except OSError:  # there is no cache folder
         return {}
-    checksum, content = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
-    return marshal.loads(content) if _CHECKSUM(content).digest() == checksum else {}
+    return {} if content is None else marshal.loads(content)
 
 
 def _name() -> str:
