@@ -7,7 +7,7 @@ of a character, as of letters that are not ASCII in a word, it is in doubt: `Cha
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from attrs import define, field, frozen
 
@@ -25,6 +25,7 @@ _TIMES = re.compile(r"\{(\d{1,6})(,(\d{1,6})?)?\}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _IS = re.compile(r"\s*::=")
 _BLANK = re.compile(r"(?:\s|#[^\n\r]*)+")
+_NOTHING = re.compile("")
 _GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_]\w*>|(?!\?))")
 
 
@@ -313,16 +314,25 @@ def expression(text: str) -> Tree:
 
 
 def _branches(scanner: _Scanner) -> Tree:
+    return _either(scanner, _atom, _NOTHING, lambda _: False)
+
+
+def _either(
+    scanner: _Scanner, part: Callable[[_Scanner], Tree], blank: re.Pattern[str], ends: Callable[[_Scanner], bool]
+) -> Tree:
+    """Take branches of parts with quantifiers, `blank` behind each, up to where they end."""
     scanner.nested()
     branches: list[Tree] = []
     while True:
         parts: list[Tree] = []
-        while scanner.next and scanner.next not in "|)":
-            parts.append(scanner.times(_atom(scanner)))
+        while scanner.next and scanner.next not in "|)" and not ends(scanner):
+            parts.append(scanner.times(part(scanner)))
+            scanner.match(blank)
         branches.append(Chain(tuple(parts)))
         if scanner.next != "|":
             break
         scanner.at += 1
+        scanner.match(blank)
     scanner.depth -= 1
     return branches[0] if len(branches) == 1 else Either(tuple(branches))
 
@@ -334,18 +344,21 @@ def _atom(scanner: _Scanner) -> Tree:
         tree = _branches(scanner)
         scanner.take(")")
         return tree
-    if scanner.next == "[":
-        scanner.at += 1
-        return scanner.characters("dws")
-    if scanner.next == ".":
-        scanner.at += 1
-        return _ANY
+    if (found := _set(scanner, "dws")) is not None:
+        return found
     if scanner.next in "*+?{}]^$/":
         raise UnknownNotationError(f"at {scanner.at}")
-    found = scanner.one("dwsDWS")
-    if isinstance(found, int):
-        return CharacterSet(((found, found),))
-    return CharacterSet(_CLASSES[found.lower()], negated=found.isupper(), named=True)
+    one = scanner.one("dwsDWS")
+    if isinstance(one, int):
+        return CharacterSet(((one, one),))
+    return CharacterSet(_CLASSES[one.lower()], negated=one.isupper(), named=True)
+
+
+def _set(scanner: _Scanner, escaped: str) -> CharacterSet | None:
+    """Take a set in brackets or the dot, if one comes."""
+    if scanner.next not in ("[", "."):
+        return None
+    return scanner.characters(escaped) if scanner.take() == "[" else _ANY
 
 
 def rules(text: str) -> dict[str, Tree]:
@@ -368,20 +381,7 @@ def rules(text: str) -> dict[str, Tree]:
 
 
 def _alternatives(scanner: _Scanner) -> Tree:
-    scanner.nested()
-    branches: list[Tree] = []
-    while True:
-        parts: list[Tree] = []
-        while scanner.next and scanner.next not in "|)" and not _begins_rule(scanner):
-            parts.append(scanner.times(_element(scanner)))
-            scanner.match(_BLANK)
-        branches.append(Chain(tuple(parts)))
-        if scanner.next != "|":
-            break
-        scanner.at += 1
-        scanner.match(_BLANK)
-    scanner.depth -= 1
-    return branches[0] if len(branches) == 1 else Either(tuple(branches))
+    return _either(scanner, _element, _BLANK, _begins_rule)
 
 
 def _begins_rule(scanner: _Scanner) -> bool:
@@ -396,12 +396,8 @@ def _element(scanner: _Scanner) -> Tree:
         tree = _alternatives(scanner)
         scanner.take(")")
         return tree
-    if scanner.next == "[":
-        scanner.at += 1
-        return scanner.characters("")
-    if scanner.next == ".":
-        scanner.at += 1
-        return _ANY
+    if (found := _set(scanner, "")) is not None:
+        return found
     if scanner.next == '"':
         scanner.at += 1
         parts = []
