@@ -48,15 +48,16 @@ def mask_reusable(run: Run) -> None:
             if token is not None:
                 state.accept([token])
                 sofar += world.text([token])
-            for index in np.flatnonzero(world.mask(state)).tolist():
+            mask = world.mask(state)
+            for index in np.flatnonzero(mask).tolist():
                 seen = world.tokens[index]
                 if index not in EOS_TOKEN_IDS and (told := world.backend.token_text(index)) != seen:
                     raise Failed(f"token_text of token {index} is {told!r}, masks see {seen!r}")
             if example.language.forced(sofar):
                 continue  # then the mask may hang on the last token
             rest = frozenset(t.removeprefix(sofar) for t in example.language.texts if t.startswith(sofar))
-            before, mask = known.setdefault(rest, (sofar, world.mask(state)))
-            if (differs := mask != world.mask(state)).any():
+            before, other = known.setdefault(rest, (sofar, mask))
+            if (differs := mask != other).any():
                 raise Failed(
                     f"{run['example']}: {before!r} and {sofar!r} go on alike, and their masks differ in "
                     f"{int(differs.sum())} tokens"
