@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from card_rates import measured_rates
 from command_line import require_gpus
 
 from slotline.cli.workloads import workload
@@ -182,13 +183,6 @@ def tree(nodes: int, requests: int) -> TreeMask:
     return TreeMask(sees.cuda(), (sees.sum(1) - 1).cuda(), np.full(requests, nodes, np.int32))
 
 
-def copy_bandwidth() -> float:
-    """TB/s of a device-to-device copy of 4 GiB, read and write counted, best of ten."""
-    source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return max(2 * source.nbytes / elapsed(lambda: target.copy_(source)) for _ in range(10)) / 1e12
-
-
 def elapsed(work: Any) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -284,7 +278,7 @@ def main() -> None:
     if arguments.cascade:
         cascade(arguments.backend or ["triton"], arguments.kv_dtype)
         return
-    limit = copy_bandwidth()
+    limit = measured_rates().bandwidth / 1e12
     print(f"{torch.cuda.get_device_name()}, copy bandwidth {limit:.2f} TB/s")
     figures = []
     for shape in (shape for shape in SHAPES if shape.name.startswith(arguments.shape)):

@@ -10,7 +10,7 @@ the four float32 parts of a product, as the norm behind it gets them.
 
 Times are medians of replays of a graph of 20 calls, over as many different inputs, up to 20, as exceed the L2 cache ten
 times; all outputs of a graph stay. Rows that are few are in the L2 cache, as they are in a step. The number in brackets
-is our time over theirs: below 1 ours is faster. The share is that of a copy of 4 GiB, for the bytes that have to be
+is our time over theirs: below 1 ours is faster. The share is that of a copy of 2 GiB, for the bytes that have to be
 read and written once. What differs from plain torch by 1 % of the norm or fails is refused instead of timed, and the
 line in front says why.
 """
@@ -23,8 +23,9 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from card_rates import measured_rates
 from command_line import require_gpus
-from state_gpu import captured, copy_bandwidth
+from state_gpu import captured
 from torch.nn import functional
 
 from slotline.plugins.model_families.passes.kernels import FusedKernels, GatedNorm, NormWeight
@@ -391,7 +392,7 @@ def main() -> None:
         flashinfer = import_module("flashinfer")
     except Exception as error:  # a library beside it may be missing, too
         print(f"FlashInfer: {type(error).__name__}: {str(error)[:200]}")
-    rate = copy_bandwidth()
+    rate = measured_rates().bandwidth / 1e6
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copying at {rate / 1e6:.2f} TB/s", flush=True)
     for name in arguments.only:
         operation = OPERATIONS[name]

@@ -5,7 +5,7 @@
 Sizes are those of Mamba-2.8B (mamba1), Mamba-2 2.7B (mamba2), Qwen3-Next 80B (gated_delta) and its convolution
 (short_conv); activations bfloat16, states float32. Decode: one token of each request in shuffled slots, layers in turn
 so that no state is found in the L2 cache, medians of replays of a captured graph; bytes are the states, read and
-written, and the inputs and outputs. Their share of copying is given three times: of a copy of 4 GiB; and of copies that
+written, and the inputs and outputs. Their share of copying is given three times: of a copy of 2 GiB; and of copies that
 move as many bytes as the layer does, in a graph like its own, by a kernel of ours in the best of its sizes, which reads
 before the copy in front has ended (programmatic dependent launch), and by torch. Prefill: prompts without a state,
 medians of eager calls; the limit is the time of the bytes, of the chunked forms' products at chunks of 64 or of the
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from card_rates import measured_rates
 from command_line import require_gpus
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -170,19 +171,12 @@ def captured(work: Callable[[], Any], calls: int) -> float:
     return median(graph.replay) / calls
 
 
-def copy_bandwidth() -> float:
-    """Bytes a microsecond of a device-to-device copy of 4 GiB, read and write counted."""
-    source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median(lambda: target.copy_(source), 10)
-
-
 class Limits(NamedTuple):
     """What the card reaches in this run, each in millions a second: bytes a microsecond and so on.
 
     Attributes:
-        copying: bytes read and written by a copy of 4 GiB.
-        products: operations of a bfloat16 matrix product of 8,192 x 8,192 x 8,192.
+        copying: bytes read and written by a large copy.
+        products: operations of a large bfloat16 matrix product.
         exponentials: of base 2 in float32, of numbers in registers.
     """
 
@@ -192,14 +186,14 @@ class Limits(NamedTuple):
 
     @classmethod
     def measured(cls) -> Limits:
-        left, right = normal(8192, 8192), normal(8192, 8192)
-        products = 2 * 8192**3 / median(lambda: left @ right, 10)
+        rates = measured_rates()
         numbers = torch.zeros(2**22, device="cuda")
 
         def exponentials() -> None:
             repeat_exp2[(numbers.numel() // 1024,)](numbers, times=256, block=1024)
 
-        return cls(copy_bandwidth(), products, 256 * numbers.numel() / median(exponentials, 10))
+        exponents = 256 * numbers.numel() / median(exponentials, 10)
+        return cls(rates.bandwidth / 1e6, rates.operations / 1e6, exponents)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -405,7 +399,7 @@ def decode(name: str, kind: str, limits: Limits) -> list[dict[str, Any]]:
         best, plain = copying(nbytes, count)
         speed, share = nbytes / time / 1e6, nbytes / time / limits.copying
         print(
-            f"{kind:12} decode {batch:4}: {time:8.2f} us {speed:6.2f} TB/s {share:5.1%} of copying 4 GiB, "
+            f"{kind:12} decode {batch:4}: {time:8.2f} us {speed:6.2f} TB/s {share:5.1%} of copying 2 GiB, "
             f"{best / time:5.0%} of copying {nbytes / 1e6:.1f} MB ({best:.2f} us; by torch {plain:.1f})"
             + said(time, others),
             flush=True,
