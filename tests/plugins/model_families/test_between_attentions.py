@@ -17,7 +17,7 @@ from slotline.kernels import nvrtc as cuda_kernels
 from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.passes import between_attentions, fused_kernels, layer_link, products
 from slotline.plugins.model_families.passes.between_attentions import Sizes, form_of, source
-from slotline.plugins.model_families.passes.cluster_products import ACTIVATIONS
+from slotline.plugins.model_families.passes.cuda_sources import ACTIVATIONS
 from slotline.plugins.model_families.passes.equality import relative_difference
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels
 from slotline.plugins.model_families.passes.kernels import LayerWeights, NormWeight

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 from slotline.kernels import nvrtc as cuda_kernels
 from slotline.plugins.model_families.passes import cluster_products
-from slotline.plugins.model_families.passes.cluster_products import ACTIVATIONS, ClusterProducts, Form, Kind, source
+from slotline.plugins.model_families.passes.cluster_products import ClusterProducts, Form, Kind, source
+from slotline.plugins.model_families.passes.cuda_sources import ACTIVATIONS
 
 H200 = 132
 SIZES = {"gated": (14336, 4096), "parts": (4096, 14336), "floats": (128256, 4096)}  # of Llama-3.1-8B

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 import torch
 
 from slotline.kernels.nvrtc import CudaKernel, compiled, has_cuda_sources
 from slotline.kernels.triton_launcher import cdiv, next_power_of_2
-from slotline.plugins.model_families.passes.cluster_products import ACTIVATIONS, ARCHITECTURE, SHARED_BYTES
+from slotline.plugins.model_families.passes.cuda_sources import (
+    ARCHITECTURE,
+    SHARED_BYTES,
+    compiled_in,
+    half,
+    instructions,
+    text,
+)
 from slotline.plugins.model_families.passes.kernels import LayerWeights
 
 FEWEST_ROWS, MOST_ROWS = 2, 8
@@ -264,7 +270,7 @@ def fits(weights: LayerWeights, blocks: int) -> bool:
 
 def source(form: Form, dtype: torch.dtype, activation: str) -> str:
     """Return the kernel's source for a form, bfloat16 or float16, and one of `ACTIVATIONS`."""
-    return f"{_types()}{_halves(dtype)}{_text('hopper_instructions.cu')}{body(form, activation)}"
+    return f"{instructions(dtype)}{_halves(dtype)}{body(form, activation)}"
 
 
 def body(form: Form, activation: str) -> str:
@@ -283,19 +289,11 @@ def body(form: Form, activation: str) -> str:
         "HAS_BIAS": form.has_bias,
         "HAS_OFFSET": form.has_offset,
     }
-    return f"""
-{"".join(f"constexpr int {name} = {int(value)};" for name, value in constants.items())}
-__device__ __forceinline__ float activated(float x) {{ return {ACTIVATIONS[activation]}; }}
-{_text("between_attentions.cu")}"""
-
-
-def _types() -> str:
-    return "typedef unsigned int u32;\ntypedef unsigned long long u64;\ntypedef unsigned short Half;\n"
+    return f"{compiled_in(constants, activation)}{text('between_attentions.cu')}"
 
 
 def _halves(dtype: torch.dtype) -> str:
-    """Return the instructions that bfloat16 and float16 have each their own of."""
-    half = "bf16" if dtype == torch.bfloat16 else "f16"
+    """Return the instructions of its own that the kernel has for bfloat16 and for float16."""
     if dtype == torch.bfloat16:
         widened = "return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));"
     else:
@@ -304,27 +302,17 @@ def _halves(dtype: torch.dtype) -> str:
       : "=f"(wide.x), "=f"(wide.y) : "r"(both));
   return wide;"""
     return f"""
-__device__ __forceinline__ u32 packed(float low, float high) {{
-  u32 both;
-  asm("cvt.rn.{half}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}}
 __device__ __forceinline__ float2 unpacked(u32 both) {{
   {widened}
 }}
 __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {{
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}},"
-      " {{%0, %1, %2, %3}};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.{half(dtype)}.{half(dtype)}.f32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}},"
+      " {{%8, %9}}, {{%0, %1, %2, %3}};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }}
 """
-
-
-@cache
-def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text()
 
 
 @cache

@@ -5,8 +5,9 @@
 // GROUPS warp groups multiply 64 rows each. A warp group's rows of x are the left operand, the tile's rows of the weight
 // the right one, both from shared memory in tiles of 64 elements.
 //
-// Compiled by NVRTC behind what `cluster_products.py` writes in front: the constants in capitals, `Half`'s conversion
-// `packed`, `activated`, and `multiply`, one instruction on the matrix units for 64 rows and COLUMNS / PIECES outputs.
+// Compiled by NVRTC behind `hopper_instructions.cu` and what `cluster_products.py` writes in front: the constants in
+// capitals, `packed`, `activated`, and `multiply`, one instruction on the matrix units for 64 rows and COLUMNS / PIECES
+// outputs.
 
 constexpr int ELEMENTS = 64, LINE = ELEMENTS * 2;  // of a row in a tile: 128 bytes, the widest swizzle
 constexpr int ROWS = 64 * GROUPS, OUTPUTS = GATED ? COLUMNS / 2 : COLUMNS;
@@ -27,20 +28,6 @@ __device__ __forceinline__ u32 cluster_rank() {
 // No memory is ordered here; what the barriers guard orders itself.
 __device__ __forceinline__ void meet_the_other() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
-  asm volatile(
-      "{\n.reg .pred there;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
-      "@there bra done;\nbra again;\ndone:\n}" ::"r"(barrier), "r"(phase) : "memory");
 }
 
 // A release for the whole cluster would wait for all of a thread's stores each time; the reads are behind the thread.
@@ -117,7 +104,7 @@ __device__ __forceinline__ void load_tiles(u32 base, u32 full, u32 empty, u32 ra
       load(base + stage * STAGE_BYTES + x_at, x, full + 8 * stage, element + step * ELEMENTS, row, !BY_ROWS);
     };
     for (int step = 0; step < ahead; step++) load_weight(step, step);
-    if (loaded == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (loaded == 0) wait_for_inputs();
     for (int step = 0; step < ahead; step++) load_x(step, step);
     loaded += ahead;
     for (int step = ahead; step < steps; step++, loaded++) {
@@ -177,7 +164,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  launch_dependents();
   meet_the_other();
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADING_REGISTERS));
@@ -213,7 +200,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GR
       multiplied<0>();
       release(used - 1);
       // What is stored over may be read by the kernel in front.
-      if (index == blockIdx.x / 2) asm volatile("griddepcontrol.wait;" ::: "memory");
+      if (index == blockIdx.x / 2) wait_for_inputs();
       const Item item = item_of(index, parts);
       const int row = (BY_ROWS ? rank * ROWS : 0) + group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
       store(sums, out, row, rows, (BY_ROWS ? item.tile : item.tile * 2 + rank) * OUTPUTS, n, item.part);

@@ -11,20 +11,26 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from importlib.resources import files
 from typing import Literal, NamedTuple
 
 import torch
 
 from slotline.kernels.nvrtc import CudaBoxes, CudaKernel, compiled, has_cuda_sources
 from slotline.kernels.triton_launcher import cdiv
+from slotline.plugins.model_families.passes.cuda_sources import (
+    ARCHITECTURE,
+    SHARED_BYTES,
+    compiled_in,
+    half,
+    instructions,
+    text,
+)
 
 FEWEST_ROWS, MOST_ROWS = 33, 256
 """Rows that it has been measured to be faster for, with a weight of at least `LARGE_WEIGHT` elements."""
 LARGE_WEIGHT = 1 << 25
 CLASSES = (64, 128, 192, 256)
 """Up to so many rows a kernel serves."""
-ARCHITECTURE = "sm_90a"
 BY_WEIGHTS = 192
 """Up to so many rows two multiprocessors share x, and each has all rows in its registers; above, they share a weight,
 which is no faster than torch's library for a whole float32 result."""
@@ -36,22 +42,14 @@ WIDEST = {1: 256, 2: 256, 3: 192}
 """By warp groups, the most columns of one instruction, whose sums must be among the registers of a launch."""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """By warp groups, of a thread that loads and of one that multiplies."""
-SHARED_BYTES, ALIGNMENT, BARRIERS = 232448, 1024, 16
-"""Of a block at most; of its first tile; and of each stage's two barriers."""
+ALIGNMENT, BARRIERS = 1024, 16
+"""Bytes: of the first tile's place; and of each stage's two barriers."""
 FEWEST_ELEMENTS, MOST_PARTS = 1024, 8
 """Of a part, and of a row's elements."""
 FILLED = 0.8
 """The share of all rounds of multiprocessors that must have work."""
 END = 8
 """Tiles of elements that take as long as what follows the last: activation, stores, and who reads several parts."""
-ACTIVATIONS = {
-    "none": "x",
-    "silu": "__fdividef(x, 1.0f + __expf(-x))",
-    "gelu_tanh": "__fdividef(x, 1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)))",
-    "gelu": "0.5f * x * (1.0f + erff(x * 0.7071067811865476f))",
-    "relu": "x < 0.0f ? 0.0f : x",  # a NaN stays one
-}
-
 
 Kind = Literal["gated", "parts", "floats"]
 """Gate and up with their activation; float32 parts, or one of x's dtype; or float32 whole."""
@@ -234,7 +232,6 @@ class ClusterProducts:
 
 def source(form: Form, dtype: torch.dtype, activation: str) -> str:
     """Return the kernel's source for a form, bfloat16 or float16, and one of `ACTIVATIONS`."""
-    half = "bf16" if dtype == torch.bfloat16 else "f16"
     pieces = 1 if form.columns <= WIDEST[form.groups] else 2
     columns = form.columns // pieces
     loading, multiplying = REGISTERS[form.groups]
@@ -252,28 +249,14 @@ def source(form: Form, dtype: torch.dtype, activation: str) -> str:
     sums = columns // 2
     places = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
-    return f"""
-typedef unsigned int u32;
-typedef unsigned long long u64;
-{"".join(f"constexpr int {name} = {int(value)};" for name, value in constants.items())}
-__device__ __forceinline__ u32 packed(float low, float high) {{
-  u32 both;
-  asm("cvt.rn.{half}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}}
-__device__ __forceinline__ float activated(float x) {{ return {ACTIVATIONS[activation]}; }}
+    return f"""{instructions(dtype)}{compiled_in(constants, activation)}
 __device__ __forceinline__ void multiply(float (&sums)[{sums}], u64 left, u64 right) {{
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}"
+      "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half(dtype)}.{half(dtype)}"
       " {{{places}}}, %{sums}, %{sums + 1}, 1, 1, 1, 0, 0;"
       : {operands} : "l"(left), "l"(right));
 }}
-{_rest()}"""
-
-
-@cache
-def _rest() -> str:
-    return files(__package__).joinpath("cluster_products.cu").read_text()
+{text("cluster_products.cu")}"""
 
 
 @cache

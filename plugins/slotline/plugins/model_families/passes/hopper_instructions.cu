@@ -1,6 +1,6 @@
-// One function for each instruction that `between_attentions.cu` needs, for Hopper.
+// One function for each instruction of Hopper's, which the kernels of several files share.
 //
-// Compiled behind `u32`, `u64` and `Half`, and in front of it: the conversions of two halves, and `multiply`.
+// Compiled behind the types `u32` and `u64`.
 
 __device__ __forceinline__ u32 shared_memory() {
   extern __shared__ __align__(1024) char shared[];
