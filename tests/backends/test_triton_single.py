@@ -35,23 +35,24 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[1, 3], ids=["unsplit", "split"])
 def splits(request: pytest.FixtureRequest) -> int:
-    """Splits of each request at most, of tiles of 32 keys."""
+    """Splits of each request at most."""
     number: int = request.param
     return number
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Launch it for as many requests as there are."""
+    """Launch it for as many requests as there are, with tiles of 32 keys."""
     if "splits" in request.fixturenames:
         monkeypatch.setattr(single_tokens, "MOST_LOAD", 4.0)
+        monkeypatch.setattr(single_tokens, "TILE", 32)
 
 
 def planned(backend: TritonBackend, world: World, splits: int) -> Plan:
     """Return the plan of a step, with so many splits."""
     plan: Plan = backend.plan(world.batch)
     assert plan.singles is not None
-    return plan._replace(singles=plan.singles._replace(splits=splits, tile=32))
+    return plan._replace(singles=plan.singles._replace(splits=splits))
 
 
 def edges_of(query: torch.Tensor, *, rotary_size: int, norms: bool = True, whole: bool = True) -> AttentionEdges:

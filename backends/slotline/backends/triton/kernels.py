@@ -547,21 +547,42 @@ def attend(
         tl.store(part_norms + slot * 2, top, mask=used)
         tl.store(part_norms + slot * 2 + 1, norm, mask=used)
         return
+    write_results(
+        top, norm, acc, out, lse, sinks, where, query_head, used, o_token, o_head, lse_head, size_v, padded_v, has_sinks
+    )
+
+
+@triton.jit
+def write_results(
+    top,
+    norm,
+    acc,
+    out,
+    lse,
+    sinks,
+    token,
+    head,
+    used,
+    o_token,
+    o_head,
+    lse_head,
+    size_v: tl.constexpr,
+    padded_v: tl.constexpr,
+    has_sinks: tl.constexpr,
+):
+    """Write the output and the LSE of rows that had all their keys. `token` and `head` are those of each row."""
+    dim = tl.arange(0, padded_v)
     if has_sinks:
-        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
         best = tl.maximum(top, sink)
         shrink = tl.exp2(top - best)
         norm = norm * shrink + tl.exp2(sink - best)
         acc = acc * shrink[:, None]
         top = best
     result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    o_at = where * o_token + query_head * o_head
-    tl.store(
-        out + o_at[:, None] + dim_v[None, :],
-        result.to(out.dtype.element_ty),
-        mask=used[:, None] & (dim_v < size_v)[None, :],
-    )
-    tl.store(lse + query_head.to(tl.int64) * lse_head + where, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
+    to = out + (token * o_token + head * o_head)[:, None] + dim[None, :]
+    tl.store(to, result.to(out.dtype.element_ty), mask=used[:, None] & (dim < size_v)[None, :])
+    tl.store(lse + head.to(tl.int64) * lse_head + token, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_splits", "own_splits", "level_splits", "lse_head"])

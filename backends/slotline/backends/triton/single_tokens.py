@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from slotline.backends.triton.kernels import LOG2E, _ask_for_tile, capped
+from slotline.backends.triton.kernels import LOG2E, capped, write_results
 from slotline.kernels.triton_launcher import Launcher, next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
 from slotline.registry.contracts.attention_edges import AttentionEdges
@@ -41,17 +41,15 @@ FEW_SPLITS, MOST_SPLITS = 8, 32
 """Splits that the kernel is compiled for: up to either."""
 JOINED = 64
 """Parts that are joined at a time: in registers, of 128 numbers each."""
+TILE, WARPS, STAGES = 128, 8, 2
+"""Keys of a tile, warps of a program, and stages of its pipeline."""
 
 
 class Single(NamedTuple):
-    """Launch for requests of one query token each, with the sizes of the kernel."""
+    """Launch for requests of one query token each."""
 
     requests: int
     splits: int
-    tile: int
-    warps: int
-    stages: int
-    ahead: int
 
 
 class SingleTokens:
@@ -87,7 +85,7 @@ class SingleTokens:
         if batch.max_seq_len > LONGEST or not batch.causal or batch.tree is not None:
             return None
         splits = max(1, min(int(1 / load), MOST_SPLITS))
-        return Single(requests, splits, tile=128, warps=8, stages=2, ahead=1)
+        return Single(requests, splits)
 
     def attend(
         self,
@@ -161,7 +159,7 @@ class SingleTokens:
             max(16, next_power_of_2(layer.head_size)),
             padded_v,
             self._page,
-            single.tile,
+            TILE,
             max(16, next_power_of_2(self._group)),
             padded_splits,
             min(next_power_of_2(self._group), max(1, JOINED * 128 // padded_v // padded_splits)),
@@ -172,10 +170,9 @@ class SingleTokens:
             layer.soft_cap is not None,
             sinks is not None,
             slopes is not None,
-            single.ahead,
             self._early,
-            num_warps=single.warps,
-            num_stages=single.stages,
+            num_warps=WARPS,
+            num_stages=STAGES,
             **({"launch_pdl": True} if self._early else {}),
         )
         return lse
@@ -345,39 +342,6 @@ def _join(
     tl.store(lse + head.to(tl.int64) * lse_head + token, (top + tl.log2(norm)) * 0.6931471805599453, mask=there)
 
 
-@triton.jit
-def _finish(
-    top,
-    norm,
-    acc,
-    out,
-    lse,
-    sinks,
-    token,
-    query_head,
-    used,
-    o_token,
-    o_head,
-    lse_head,
-    size_v: tl.constexpr,
-    padded_v: tl.constexpr,
-    has_sinks: tl.constexpr,
-):
-    """Write the results of a program that had all keys."""
-    dim = tl.arange(0, padded_v)
-    if has_sinks:
-        sink = tl.load(sinks + query_head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
-        best = tl.maximum(top, sink)
-        shrink = tl.exp2(top - best)
-        norm = norm * shrink + tl.exp2(sink - best)
-        acc = acc * shrink[:, None]
-        top = best
-    result = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    to = out + (token * o_token + query_head * o_head)[:, None] + dim[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=used[:, None] & (dim < size_v)[None, :])
-    tl.store(lse + query_head.to(tl.int64) * lse_head + token, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
-
-
 @triton.jit(do_not_specialize=["num_splits", "lse_head", "table_row"])
 def attend_single(
     query,
@@ -443,7 +407,6 @@ def attend_single(
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
     has_slopes: tl.constexpr,
-    ahead: tl.constexpr,
     early: tl.constexpr,
 ):
     """Compute attention of one token of a request, or none, one KV head and one split of the keys.
@@ -455,8 +418,8 @@ def attend_single(
 
     Queries and keys [tokens, heads, size] are normed and rotated, and the new key and value stored at the slot of their
     token. At slot -1 nothing is stored, and all keys are the cache's. `early`: the first tile is fetched while the
-    kernel in front still runs, and all tiles before tile `ahead` are asked for. `scale` is for base 2 unless capped.
-    Results go to out [tokens, heads, size_v] and lse [heads, tokens].
+    kernel in front still runs. `scale` is for base 2 unless capped. Results go to out [tokens, heads, size_v] and lse
+    [heads, tokens].
     """
     kv_heads = num_heads // group
     head, request, index = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.program_id(1)
@@ -487,11 +450,6 @@ def attend_single(
             keys, values, table, first_tile, start, end, k_block, k_token, v_block, v_token, size, size_v, padded,
             padded_v, page, tile,
         )  # fmt: skip
-        for further in tl.static_range(1, ahead):
-            _ask_for_tile(
-                keys, values, table, first_tile + further, tl.minimum(end, last_tile * tile), k_block, k_token, v_block,
-                v_token, size, size_v, page, tile,
-            )  # fmt: skip
         gdc_wait()
 
     row, dim, dim_v = tl.arange(0, block_m), tl.arange(0, padded), tl.arange(0, padded_v)
@@ -539,29 +497,14 @@ def attend_single(
             page, tile,
         )  # fmt: skip
         top, norm, acc = _added(
-            q,
-            k,
-            v,
-            number,
-            start,
-            end,
-            place,
-            scale,
-            soft_cap,
-            slope,
-            top,
-            norm,
-            acc,
-            tile,
-            has_cap,
-            has_slopes,
-        )
+            q, k, v, number, start, end, place, scale, soft_cap, slope, top, norm, acc, tile, has_cap, has_slopes,
+        )  # fmt: skip
 
     alone = True
     if padded_splits > 1:
         alone = used_splits == 1
     if alone:
-        _finish(
+        write_results(
             top, norm, acc, out, lse, sinks, token, query_head, used, o_token, o_head, lse_head, size_v, padded_v,
             has_sinks,
         )  # fmt: skip
