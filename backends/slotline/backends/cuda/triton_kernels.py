@@ -19,6 +19,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_EASY = tl.constexpr(0.25)
 """Temperature below which a logit over it may be so large that its rounding is seen in its weight."""
+DEEP = tl.constexpr(4)
+"""Tiles of groups that a row looks at within one program. If it has to read more of them, further programs do."""
 LOWEST = tl.constexpr(-0x7F800000)
 """`_key` of minus infinity."""
 MARK = tl.constexpr(NAN_LOGITS)
@@ -93,7 +95,7 @@ def draw_rows(
 ):
     """Find the threshold that a row's limits set, then draw. Each program does one row.
 
-    Rows that more than 4 tiles of groups have to be read of are left to `sum_parts` and `draw_deep_rows`.
+    Rows of which more than `DEEP` tiles have to be read are left to `sum_parts` and `draw_deep_rows`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -162,7 +164,7 @@ def draw_rows(
                         counted = bound
             share = top_p.to(tl.float64) * whole
             low = _unkey(tl.maximum(_key(bound) - 1, LOWEST))
-            if looked_at > 4 * tile:
+            if looked_at > DEEP * tile:
                 deep = looked_at
                 high = low
                 if top_p < 1:

@@ -36,8 +36,8 @@ MOST_GROUPS = 8192
 """Groups of a row that one program holds. Above 262,144 tokens the groups grow."""
 TILE = 128
 """Groups that are read at a time."""
-DEEP = 4
-"""Tiles that a row looks at within one program. If it has to read more of them, further programs do."""
+DEEP = int(triton_kernels.DEEP.value)
+"""Tiles that a row looks at within one program."""
 ROOM = 1024
 """Logits near the end of a nucleus that a tile may list."""
 LISTED = 256
