@@ -33,6 +33,16 @@ def test_the_list_of_commands_is_whole() -> None:
     assert all(command in build_parser().format_help() for command in COMMANDS)
 
 
+def test_a_command_imports_no_module_of_another() -> None:
+    lines = [
+        "import sys",
+        "from slotline.cli import build_parser",
+        "build_parser('new-plugin').parse_args(['new-plugin', 'attention', 'mine'])",
+        "print([name for name in ('generate', 'new_plugin', 'serve') if f'slotline.cli.{name}' in sys.modules])",
+    ]
+    assert in_process_of_its_own("\n".join(lines)) == "['new_plugin']\n"
+
+
 def test_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     from importlib.metadata import version
 

@@ -1,9 +1,10 @@
-"""Methods that attrs and dataclasses write are compiled once for all starts."""
+"""Methods that attrs and dataclasses write, and regular expressions, are compiled once for all starts."""
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,71 @@ def test_nothing_is_left_in_place_where_nothing_can_be_kept(cache: Path, monkeyp
         fail_inside()
     assert "compile" not in vars(_make)
     assert "exec" not in vars(dataclasses)
+    assert re._compiler.compile.__module__ == "re._compiler"
 
 
 def fail_inside() -> None:
     with kept_code():
         assert "compile" in vars(_make)
         raise KeyError
+
+
+PATTERNS = (
+    (r"(?P<head>layers\.\d+)\.(?P<rest>w[123])|(x)", 0, "layers.7.w3"),
+    (r"\bk\u00e4se\b", re.IGNORECASE, "K\u00c4SE"),
+    (r"\w+", 0, "k\u00e4se"),
+    (r"\w+", re.ASCII, "k\u00e4se"),
+    (rb"\w+", 0, b"k\xe4se"),
+    (rb"(?L)\w", 0, b"b"),
+    ("(?x) a  b", 0, "ab"),
+    ("[\udc80]", 0, "\udc80"),
+)
+
+
+def patterns(monkeypatch: pytest.MonkeyPatch) -> tuple[list[re.Pattern[Any]], int]:
+    """The patterns as a start makes them, and how many it translated."""
+    translate, count = re._compiler._code, 0
+
+    def translated(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return translate(*given)
+
+    re.purge()
+    with monkeypatch.context() as patched, kept_code():
+        patched.setattr(re._compiler, "_code", translated)
+        made = [re.compile(pattern, flags) for pattern, flags, _ in PATTERNS]
+    return made, count
+
+
+def test_a_second_start_translates_no_regular_expression_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patterns(monkeypatch)[1] == len(PATTERNS)
+    made, count = patterns(monkeypatch)
+    assert count == 0
+    re.purge()
+    for ours, (pattern, flags, text) in zip(made, PATTERNS, strict=True):
+        plain = re.compile(pattern, flags)
+        assert ours == plain
+        assert (ours.flags, ours.groups, ours.groupindex) == (plain.flags, plain.groups, plain.groupindex)
+        found, expected = ours.search(text), plain.search(text)
+        assert found[0] == expected[0]
+        assert (found.groups(), found.groupdict(), found.lastgroup) == (
+            expected.groups(),
+            expected.groupdict(),
+            expected.lastgroup,
+        )
+
+
+def test_a_pattern_that_prints_does_so_in_every_start(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        re.purge()
+        with kept_code():
+            assert re.compile("a", re.DEBUG).match("a")
+        assert "LITERAL 97" in capsys.readouterr().out
+
+
+def test_a_wrong_pattern_is_an_error_in_every_start() -> None:
+    for _ in range(2):
+        re.purge()
+        with kept_code(), pytest.raises(re.error, match="unterminated"):
+            re.compile("(a")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from slotline.cli.process import INTERRUPTED, closed_by_reader, run_process
+from slotline.cli.process import INTERRUPTED, closed_by_reader, end_without_collections, run_process
 
 TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
 if TYPE_CHECKING:
@@ -65,7 +65,10 @@ def _run_alone(interrupts: Interrupts) -> int:
     from slotline.registry.kept_code import kept_code
 
     with rare_collection(), kept_code():
-        return _run(None, interrupts)
+        try:
+            return _run(None, interrupts)
+        finally:
+            end_without_collections()  # with the usual threshold back, a collection would look at all objects
 
 
 def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
@@ -73,10 +76,11 @@ def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
     from slotline.cli.launched import said_by_rank_0, take_role
     from slotline.registry.errors import SlotlineError
 
-    parser = build_parser()
+    given = sys.argv[1:] if argv is None else argv
+    parser = build_parser(given[0] if given else None)
     if interrupts is not None:
         interrupts.start()
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(given)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -101,8 +105,12 @@ def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
         return INTERRUPTED
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands."""
+def build_parser(named: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of all commands, or of one.
+
+    Args:
+        named: the first argument. If it is a command, the modules of the others are not imported.
+    """
     import argparse
     from importlib import import_module
 
@@ -114,7 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slotline {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in _COMMANDS:
+    alone = (named or "").replace("-", "_")
+    for name in (alone,) if alone in _COMMANDS else _COMMANDS:
         command = import_module(f"{__name__}.{name}").COMMAND
         command.add_to(commands)
     return parser

@@ -50,13 +50,12 @@ def run_process(command: Callable[[Interrupts], int]) -> int:
             raise
         code = INTERRUPTED  # any exception may follow an interrupt in the middle of a library
     interrupts.end_at_once()
-    _end_without_collections()
     code = INTERRUPTED if interrupts.seen else code
     return max(code, _flush(sys.stdout), _flush(sys.stderr))
 
 
-def _end_without_collections() -> None:
-    """Let Python end without looking for garbage among all objects three times, a second after an engine ran.
+def end_without_collections() -> None:
+    """Let a command and Python end without looking for garbage among all objects four times, over a second in all.
 
     What is registered for the end still runs, and objects outside of cycles are still freed. Triton's bindings report
     what is not freed as leaks, so after it was imported the end is an ordinary one.
