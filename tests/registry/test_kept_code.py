@@ -155,3 +155,13 @@ def test_a_wrong_pattern_is_an_error_in_every_start() -> None:
         re.purge()
         with kept_code(), pytest.raises(re.error, match="unterminated"):
             re.compile("(a")
+
+
+def test_contexts_nest_and_the_last_one_keeps_what_all_of_them_made(cache: Path) -> None:
+    with kept_code():
+        with kept_code():
+            made("x")
+        assert list(cache.glob("*.code")) == []
+        made("y")
+    assert len(list(cache.glob("*.code"))) == 1
+    assert start("x")[1] == start("y")[1] == 0

@@ -59,7 +59,6 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import asked_shard
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
-from slotline.registry.collection import rare_collection
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     Communicator,
@@ -72,6 +71,7 @@ from slotline.registry.contracts import (
 from slotline.registry.contracts.prefix_groups import PrefixFinder
 from slotline.registry.engine_reports import MemoryReport
 from slotline.registry.errors import CapacityError
+from slotline.registry.lean_start import lean_start
 from slotline.registry.loading import bind_contract
 from slotline.registry.output_checks import OutputChecks
 from slotline.registry.ranks import ALONE
@@ -99,7 +99,7 @@ def build_engine(
         SlotlineError: of the kind that fits.
     """
     startup = StepProfiler(enabled=True)
-    with rare_collection():
+    with lean_start():
         with startup.scope("plan"):
             planned = planned or make_plan(loaded, place=ALONE if ranks is None else ranks.place)
         if ranks is not None:

@@ -61,10 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_alone(interrupts: Interrupts) -> int:
     """Run the command that is the whole of this process."""
-    from slotline.registry.collection import rare_collection
-    from slotline.registry.kept_code import kept_code
+    from slotline.registry.lean_start import lean_start
 
-    with rare_collection(), kept_code():
+    with lean_start():
         try:
             return _run(None, interrupts)
         finally:

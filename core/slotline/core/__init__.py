@@ -89,7 +89,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is asked for."""
     if name in _LAZY:
-        from importlib import import_module
+        from slotline.registry.lean_start import import_module
 
         found = globals()[name] = getattr(import_module(_LAZY[name]), name)
         return found

@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,43 @@ _SALT = re.compile(r"(hash\(\(\s*)-?\d+,")
 
 @contextmanager
 def kept_code() -> Iterator[None]:
-    """Compile methods of classes and regular expressions that are made inside at most once for all starts."""
+    """Compile methods of classes and regular expressions that are made inside at most once for all starts.
+
+    These contexts nest, and threads may be in several at a time: what is new is kept when the last one ends.
+    """
+    _REPLACED.begin()
+    try:
+        yield
+    finally:
+        _REPLACED.end()
+
+
+class _Replaced:
+    """Replacement of compilers in this process, in place while any thread wants it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._wanted = 0
+        self._restore: Callable[[], None] = lambda: None
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._wanted == 0:
+                self._restore = _replace()
+            self._wanted += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._wanted -= 1
+            if self._wanted == 0:
+                self._restore()
+
+
+_REPLACED = _Replaced()
+
+
+def _replace() -> Callable[[], None]:
+    """Replace the compilers of attrs, dataclasses and regular expressions. Return what ends that."""
     import _sre  # type: ignore[import-not-found]  # the matcher, built in
     import dataclasses
     from re import _compiler  # type: ignore[attr-defined]
@@ -38,20 +75,20 @@ def kept_code() -> Iterator[None]:
 
     codes = _Codes()
     compile_of, run_of = codes.compiler(_make), codes.compiler(dataclasses)
+    compile_pattern = _compiler.compile
 
     def run(source: Any, *spaces: Any) -> None:
         exec(run_of(source, "<string>", "exec") if isinstance(source, str) else source, *spaces)
 
-    compile_pattern = _compiler.compile
-    vars(_make)["compile"] = compile_of
-    vars(dataclasses)["exec"] = run
-    _compiler.compile = codes.pattern_compiler(compile_pattern, _compiler, _sre.compile)
-    try:
-        yield
-    finally:
+    def restore() -> None:
         del vars(_make)["compile"], vars(dataclasses)["exec"]
         _compiler.compile = compile_pattern
         codes.keep()
+
+    vars(_make)["compile"] = compile_of
+    vars(dataclasses)["exec"] = run
+    _compiler.compile = codes.pattern_compiler(compile_pattern, _compiler, _sre.compile)
+    return restore
 
 
 class _Codes:
