@@ -140,8 +140,8 @@ def test_an_engine_draws_the_same_tokens_plainly(tiny: Tiny) -> None:
 ASKING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"logprobs": 1}, {}),
     ({"prompt_logprobs": 1}, {}),
-    ({"repetition_penalty": 1.5}, {}),
-    ({"logit_bias": {5: 4.0}}, {}),
+    ({"min_tokens": 2, "stop_token_ids": [5]}, {}),
+    ({"repetition_penalty": 1.5, "bad_words_token_ids": [[5]]}, {}),
     ({"guidance_scale": 1.5}, {}),
     ({}, {"observability.count_nans": True}),
 ]
@@ -161,6 +161,24 @@ def test_a_step_that_asks_for_more_is_not_drawn_plainly(
     add(llm, "plain", random_prompts([9])[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     run_all(llm)
     assert (len(counted.rows) > before) == (not settings)
+
+
+@interpreted
+@pytest.mark.behaviour(102)
+def test_steps_are_drawn_plainly_behind_processors_that_keep_logits_finite(tiny: Tiny) -> None:
+    asked: list[dict[str, Any]] = [{"repetition_penalty": 1.5, "frequency_penalty": 0.5}, {"logit_bias": {5: 4.0}}, {}]
+    prompts, outputs = random_prompts([9, 4, 14]), []
+    llm = LLM(tiny("llama"), **{**DEFAULTS, **SMALL, **ON})
+    counted, head = Counted(llm), llm.engine.runner.head
+    for draws in (head.plain_draws, None):
+        head.plain_draws = draws  # type: ignore[union-attr]
+        before = len(counted.rows)
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=6, **one) for i, one in enumerate(asked)]
+        requests = [add(llm, f"{before} {i}", prompts[i], one) for i, one in enumerate(params)]
+        run_all(llm)
+        outputs.append([request.output_token_ids for request in requests])
+        assert (len(counted.rows) > before + 4) == (draws is not None)
+    assert outputs[0] == outputs[1]
 
 
 @interpreted

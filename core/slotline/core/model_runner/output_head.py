@@ -83,20 +83,23 @@ class SamplingHead:
 
         All earlier tokens must be known, since processors read them.
         """
-        inputs, scope = launched.inputs, self.profiler.scope
-        if self.plain_draws is not None and self._draws_plainly(inputs, whole=launched.whole):
-            return self._drawn_plainly(launched, self.plain_draws)
+        inputs, sampling, scope = launched.inputs, launched.inputs.sampling, self.profiler.scope
+        plain_draws = self.plain_draws if self._draws_plainly(inputs, whole=launched.whole) else None
+        if plain_draws is not None and not self.pipeline.has_work(sampling.rows, all_greedy=sampling.all_greedy):
+            return self._draw_plainly(launched, plain_draws, launched.logits if inputs.all_sample else None)
         with scope("logits"):
             states, logits = self._wanted(launched)
         with scope("process"):
             processed = self.pipeline.apply(
                 logits,
-                inputs.sampling.rows,
+                sampling.rows,
                 inputs.spec_positions,
-                all_greedy=inputs.sampling.all_greedy,
+                all_greedy=sampling.all_greedy,
                 spec_paths=inputs.spec_paths,
                 keep_raw=inputs.scored is not None,
             )
+        if plain_draws is not None and processed.touched is None:
+            return self._draw_plainly(launched, plain_draws, processed.logits)
         for process in self.extensions.process:
             processed = process(processed, inputs)
         if self.extensions.process_logits:
@@ -105,9 +108,7 @@ class SamplingHead:
             keep_final = not self.raw_logprobs and inputs.scored is not None
             for wants in self.extensions.wants_final_logits:
                 keep_final = keep_final or wants(inputs)
-            drawn = sample_checked(
-                processed.logits, inputs.sampling, inputs.sampling_params, self.ops, keep_final=keep_final
-            )
+            drawn = sample_checked(processed.logits, sampling, inputs.sampling_params, self.ops, keep_final=keep_final)
             tokens, final = drawn.tokens, drawn.final
             for revise in self.extensions.revise_tokens:
                 tokens = revise(tokens, final, inputs)
@@ -123,8 +124,8 @@ class SamplingHead:
             num_nans = self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None
         with scope("output"):
             scores = logits if self.raw_logprobs or final is None else final
-            sampling = PendingSample(
-                batch=inputs.sampling,
+            pending = PendingSample(
+                batch=sampling,
                 spec_positions=inputs.spec_positions,
                 tokens=arriving,
                 sampled=sampled,
@@ -135,8 +136,8 @@ class SamplingHead:
                 prompt_logprobs=self._prompt_logprobs(launched) if launched.whole and not inputs.made_up else None,
             )
         for listener in self.extensions.after_sample:
-            listener(sampling)
-        return sampling
+            listener(pending)
+        return pending
 
     def _processed_further(self, processed: Processed, inputs: ModelInputs) -> Processed:
         """Return the processed logits as the extensions leave them."""
@@ -181,24 +182,22 @@ class SamplingHead:
         )
 
     def _draws_plainly(self, inputs: ModelInputs, *, whole: bool) -> bool:
-        """Return True if a step needs nothing but plain draws."""
+        """Return True if a step needs nothing but plain draws, unless processors need more."""
         if inputs.stand_ins is None or inputs.scored is not None or whole or self.count_nans:
-            return False
-        if self.pipeline.has_work(inputs.sampling.rows, all_greedy=inputs.sampling.all_greedy):
             return False
         return not self.extensions.process_logits and all(leaves(inputs) for leaves in self.extensions.leaves_logits)
 
-    def _drawn_plainly(self, launched: ForwardOutput, draws: TokenSampler) -> PendingSample:
-        """Draw the tokens of a step with the fast sampler."""
-        inputs, logits = launched.inputs, launched.logits
+    def _draw_plainly(self, launched: ForwardOutput, draws: TokenSampler, logits: torch.Tensor | None) -> PendingSample:
+        """Draw the tokens of a step with the fast sampler. Without logits [n or more, vocab_size], compute them."""
+        inputs, graphs = launched.inputs, launched.logits
         assert inputs.stand_ins is not None
-        if logits is None or not inputs.all_sample:
+        if logits is None:
             with self.profiler.scope("logits"):
                 _, logits = self._wanted(launched)
         for ban in self.extensions.ban_tokens:
             logits = ban(logits, inputs)
         with self.profiler.scope("sample"):
-            captured = logits is launched.logits  # where a graph left them
+            captured = graphs is not None and logits.data_ptr() == graphs.data_ptr()  # where a graph left them
             self.expect_rows(inputs.sampling)
             tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
         return PendingSample(batch=inputs.sampling, spec_positions=None, tokens=arriving, sampled=tokens)
