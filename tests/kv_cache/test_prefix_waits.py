@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
+from attrs import evolve
 from engine_driver import GREEDY, random_prompts
 
 from slotline.core import LLM
 from slotline.core.batch.request import Request
+from slotline.core.kv_cache.block_hashes import extend_hashes
 from slotline.registry.errors import ConfigError
 
 Tiny = Callable[..., Path]
@@ -48,6 +51,12 @@ def blocks_held(llm: LLM, requests: Sequence[Request]) -> list[list[int]]:
     return [group.blocks[row][:count] for row, count in own if row >= 0]
 
 
+def hashes_alone(request: Request) -> list[bytes]:
+    """The hashes of a request's pieces, made from all of its tokens."""
+    alone = evolve(request, block_hashes=[])
+    return extend_hashes(alone, np.array(request.token_array, np.int32), len(request.prompt_token_ids) // BLOCK, BLOCK)
+
+
 def test_a_prefix_is_computed_once_and_kept_once(waiting: LLM, greedy: Greedy, tiny: Tiny) -> None:
     requests, most = add(waiting, PROMPTS), 0
 
@@ -58,6 +67,8 @@ def test_a_prefix_is_computed_once_and_kept_once(waiting: LLM, greedy: Greedy, t
     run(waiting, look)
     assert most == 1
     assert [request.metrics.num_cached_tokens for request in requests] == [0, 32, 32, 32]
+    first, *others = (request.block_hashes for request in requests)
+    assert all(one[i] is first[i] for one in others for i in range(32 // BLOCK)), "hashed once too"
     assert [list(r.output_token_ids) for r in requests] == [greedy(tiny("llama"), prompt, 20) for prompt in PROMPTS]
 
 
@@ -83,6 +94,7 @@ def test_random_trees_of_prefixes_are_kept_in_the_fewest_blocks(waiting: LLM, gr
         requests = add(waiting, prompts)
         while any(request.row < 0 for request in requests):
             waiting.engine.step()
+        assert all(one.block_hashes[: len(known)] == known for one in requests if (known := hashes_alone(one)[:-1]))
         held = [block for blocks in blocks_held(waiting, requests) for block in blocks]
         prefixes = {tuple(p[:end]) for p in prompts for end in range(BLOCK, len(p), BLOCK)}
         assert len(set(held)) == len(prefixes)
@@ -114,6 +126,8 @@ def test_other_salts_share_nothing_and_do_not_wait(waiting: LLM) -> None:
     waiting.engine.step()
     assert all(request.row >= 0 for request in salted)
     run(waiting)
+    a, b = (request.block_hashes for request in salted)
+    assert set(a).isdisjoint(b)
 
 
 def test_hybrids_wait_for_a_checkpoint_and_never_for_ever(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:

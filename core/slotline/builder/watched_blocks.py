@@ -125,11 +125,10 @@ class WatchedPool(BlockPool):
         self.log.give(blocks)
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """See `BlockPool.share`."""
-        blocks = list(blocks)
         for block in dict.fromkeys(blocks):
-            if block != NULL_BLOCK and self.ref_count[block] == 0:
+            if block in self._free:
                 self.log.restore(block, self._hash_of[block][1])
         super().share(blocks)
 

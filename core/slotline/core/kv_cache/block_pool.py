@@ -7,7 +7,7 @@ references can still be found by its hash until it is reused. The least recently
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -49,6 +49,14 @@ class BlockPool:
         """Return the block of a cache group that holds the prefix with this hash, or None."""
         return self._block_of.get((group, block_hash))
 
+    def lookup_all(self, group: int, hashes: Sequence[BlockHash]) -> Iterator[int | None]:
+        """Call `lookup` for each of `hashes`, when its answer is taken."""
+        return map(self._block_of.get, [(group, one) for one in hashes])
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Return the number of different blocks among `blocks` that have no reference."""
+        return len(self._free.keys() & blocks)
+
     def allocate(self, count: int, on_evict: Sequence[Callable[[CacheBlock], None]] = ()) -> list[int]:
         """Take `count` free blocks with one reference each, and forget their cached contents.
 
@@ -74,14 +82,11 @@ class BlockPool:
                 self.ref_count[block] = 1
         return blocks
 
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to cached blocks, taking them off the free list if they had none."""
-        for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            if self.ref_count[block] == 0:
-                del self._free[block]
-            self.ref_count[block] += 1
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a reference to cached blocks, taking them off the free list if they had none. Leave out placeholders."""
+        for block in self._free.keys() & blocks:
+            del self._free[block]
+        np.add.at(self.ref_count, np.array([block for block in blocks if block > NULL_BLOCK], np.intp), 1)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference of each block. The last block of a sequence is reused first."""

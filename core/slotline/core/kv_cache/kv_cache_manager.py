@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -104,8 +104,8 @@ class KVCacheManager:
                 length = limit(request, self._units(hashes, length)) * self.prefix_unit
             hits = [self._hit(request, group, hashes, length) for group in self.groups]
             agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
-            if agreed == length:
-                return length, hits
+            if agreed == length or (len(self.groups) == 1 and not self.extensions.limit_prefix):
+                return agreed, hits
             length = agreed // self.prefix_unit * self.prefix_unit
 
     def reset(self) -> None:
@@ -131,12 +131,11 @@ class KVCacheManager:
             num_tokens: tokens that the row must hold.
             hashes: of the pieces of the row's tokens, as far as the prefix has blocks to fill.
         """
-        wake = sum(1 for blocks in prefix for b in set(blocks) if b > NULL_BLOCK and self.pool.ref_count[b] == 0)
+        wake = sum(map(self.pool.num_free_among, prefix))
         new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
         if wake + new + sum(blocks.count(TO_FILL) for blocks in prefix) > self.pool.num_free:
             return False
-        for blocks in prefix:
-            self.pool.share(block for block in blocks if block != TO_FILL)
+        self.pool.share([block for blocks in prefix for block in blocks])
         for group, blocks in zip(self.groups, prefix, strict=True):
             group.extend(row, self._filling(group, blocks, hashes) if TO_FILL in blocks else blocks)
             self._full[row] = self._findable[row] = len(blocks) * group.block_size // self.hash_block_size
@@ -224,16 +223,12 @@ class KVCacheManager:
         """Return the spec's prefix hit in the first `length` tokens, with blocks that an extension can fill."""
         step = group.block_size // self.hash_block_size
         own = hashes[step - 1 : length // self.hash_block_size : step]
-        elsewhere: Collection[BlockHash] = ()
+        found = dict(zip(own, self.pool.lookup_all(group.index, own), strict=True))
+        lacking = [one for one, block in found.items() if block is None] if self.extensions.find_blocks else []
         for find in self.extensions.find_blocks:
-            lacking = [one for one in own if self.pool.lookup(group.index, one) is None]
             elsewhere = find(request, group.index, lacking)
-
-        def lookup(block_hash: BlockHash) -> int | None:
-            found = self.pool.lookup(group.index, block_hash)
-            return TO_FILL if found is None and block_hash in elsewhere else found
-
-        return group.spec.prefix_hit(own, lookup)
+            found.update((one, TO_FILL) for one in lacking if one in elsewhere)
+        return group.spec.prefix_hit(own, found.get)
 
     def _filling(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
         """Return the `blocks` of a prefix with new blocks in place of those to fill, which are findable from now on."""

@@ -6,6 +6,7 @@ and keep a copy of it. So the first of them goes ahead, and the others join when
 
 from __future__ import annotations
 
+import numpy as np
 from attrs import frozen
 
 from slotline.builder.parts import Parts
@@ -80,11 +81,15 @@ class PrefixWaits:
     def _must_wait(self, request: Request) -> bool:
         """Return True if running requests compute enough of a request's prefix that cannot be found yet."""
         count = self._pieces(len(request.prompt_token_ids))
+        if not request.block_hashes and request.hash_extra is None:
+            of_others = [self._hashes_shared(one.request, request) for one in self._owners.values()]
+            longest: list[BlockHash] = max(of_others, key=len, default=[])
+            request.block_hashes += longest
         hashes = extend_hashes(request, request.token_array.astype("int32"), count, self._piece)[:count]
         step = self._group.block_size // self._piece
-        shared = 0
-        for one in hashes[step - 1 :: step]:
-            if self._pool.lookup(self._group.index, one) is not None:
+        own, shared = hashes[step - 1 :: step], 0
+        for one, block in zip(own, self._pool.lookup_all(self._group.index, own), strict=True):
+            if block is not None:
                 continue
             if self._owner(one) is None:
                 return False
@@ -92,6 +97,15 @@ class PrefixWaits:
             if shared >= self._fewest:  # a long prompt is not looked through to its end at each step
                 return True
         return False
+
+    def _hashes_shared(self, other: Request, request: Request) -> list[BlockHash]:
+        """Return the hashes of the prefix that both requests have. To compare tokens is faster than to hash them."""
+        own, keys = request.token_array, {(one.cache_salt, one.cache_key) for one in (other, request)}
+        if other.hash_extra is not None or len(keys) > 1:
+            return []
+        length = min(len(other.token_array), len(own))
+        differ = other.token_array[:length] != own[:length] if other.token_array[0] == own[0] else np.ones(1, bool)
+        return other.block_hashes[: (int(differ.argmax()) if differ.any() else length) // self._piece]
 
     def _owner(self, piece: BlockHash) -> _Owner | None:
         """Return the request that is computing a piece. Forget those that have computed all of theirs."""
