@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, config, njit, prange, set_num_threads, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slotline.backends.cache_codes import is_rotated
@@ -85,6 +86,10 @@ TURN_WEIGHTS, TURN_OUT, TURN_CACHE, TURN_TOKENS, TURN_HEADS = 13, 15, 17, 19, 20
 # output; of scales, 0 for none; tokens, numbers of a token, scales of a token, numbers of a head.
 FINISH_FROM, FINISH_GATE, FINISH_OUT, FINISH_SCALES = 0, 1, 4, 5
 FINISH_TOKENS, FINISH_WIDTH, FINISH_GROUPS, FINISH_HEAD = range(6, 10)
+STRIDE = 8
+"""Offsets that are written at once."""
+OFFSETS = TILE + STRIDE
+"""Room for the offsets of a tile."""
 NO_TREE = 1 << 40
 """`KNOWN` of a piece whose keys are no nodes."""
 
@@ -112,6 +117,29 @@ def _size(typingctx: Any, tag: Any) -> Any:
         return ir.Constant(ir.IntType(64), tag.dtype.count)
 
     return types.int64(tag), codegen
+
+
+@intrinsic
+def _count_up(typingctx: Any, to: Any, first: Any, step: Any, count: Any) -> Any:
+    """Write `first`, `first + step` and so on to an address, `count` numbers and up to `STRIDE` - 1 more."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        to, first, step, count = args
+        word, kind = ir.IntType(64), ir.VectorType(ir.IntType(64), STRIDE)
+        empty = ir.Constant(kind, ir.Undefined)
+
+        def splat(value: Any) -> Any:
+            one = b.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+            return b.shuffle_vector(one, empty, ir.Constant(ir.VectorType(ir.IntType(32), STRIDE), [0] * STRIDE))
+
+        steps = b.mul(splat(step), ir.Constant(kind, list(range(STRIDE))))
+        with cgutils.for_range_slice(b, ir.Constant(word, 0), count, ir.Constant(word, STRIDE)) as (index, _):
+            numbers = b.add(splat(b.add(first, b.mul(index, step))), steps)
+            place = b.add(to, b.mul(index, ir.Constant(word, 8)))
+            b.store(numbers, b.inttoptr(place, kind.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -298,7 +326,7 @@ def _mask_row(scores: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: 
 def _find_tile(
     table: Any, at: Any, count: Any, shape: Any, head: Any, offsets: Any, all_scales: Any, factors: Any
 ) -> None:
-    """Write the offsets in the cache [2, TILE], in elements, of keys `at` .. `at + count` and their values.
+    """Write the offsets in the cache [2, OFFSETS], in elements, of keys `at` .. `at + count` and their values.
 
     Behind the last come copies of it, up to a multiple of `KEYS_AT_ONCE`. Scales become factors [2, TILE], which stay
     ones without scales.
@@ -306,14 +334,15 @@ def _find_tile(
     block_size = shape[BLOCK]
     key_scales, value_scales = all_scales
     k_token, v_token, ks_token, vs_token = shape[K_TOKEN], shape[V_TOKEN], shape[KS_TOKEN], shape[VS_TOKEN]
+    of_keys, of_values = offsets.ctypes.data, offsets.ctypes.data + OFFSETS * 8
     block = at // block_size
     offset, j = at - block * block_size, 0
     while j < count:
         number, end = np.int64(table[block]), min(count, j + block_size - offset)
         key = number * shape[K_BLOCK] + head * shape[K_HEAD] + (offset - j) * k_token
         value = number * shape[V_BLOCK] + head * shape[V_HEAD] + (offset - j) * v_token
-        for place in range(j, end):
-            offsets[place], offsets[TILE + place] = key + place * k_token, value + place * v_token
+        _count_up(of_keys + j * 8, key + j * k_token, k_token, end - j)
+        _count_up(of_values + j * 8, value + j * v_token, v_token, end - j)
         if shape[SCALED]:
             key = number * shape[KS_BLOCK] + head * shape[KS_HEAD] + (offset - j) * ks_token
             value = number * shape[VS_BLOCK] + head * shape[VS_HEAD] + (offset - j) * vs_token
@@ -322,7 +351,7 @@ def _find_tile(
                 factors[TILE + place] = value_scales[value + place * vs_token]
         block, offset, j = block + 1, 0, end
     for j in range(count, (count + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE):
-        offsets[j], offsets[TILE + j] = offsets[count - 1], offsets[TILE + count - 1]
+        offsets[j], offsets[OFFSETS + j] = offsets[count - 1], offsets[OFFSETS + count - 1]
 
 
 @_inner(fastmath=True)
@@ -351,6 +380,7 @@ def _run_item(
     item: Any,
     piece: Any,
     table: Any,
+    behind: Any,
     trees: Any,
     layer: Any,
     cache: Any,
@@ -361,7 +391,11 @@ def _run_item(
     soften: Any,
     add: Any,
 ) -> None:
-    """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised."""
+    """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised.
+
+    While a tile is computed, keys and values of the next one are fetched. Behind the last one that is the first tile of
+    the item `behind`, which has a table of its own.
+    """
     shape, scalars, _, slopes = layer
     keys, values, key_scales, value_scales = cache
     query, scores, offsets, factors, rounded, weights, scales = work
@@ -373,16 +407,25 @@ def _run_item(
     for x in range(rows * group * size_v):
         acc[x] = np.float32(0.0)
     of_query, of_scores = rounded.ctypes.data if whole else query.ctypes.data, scores.ctypes.data
-    of_keys, of_values = offsets.ctypes.data, offsets.ctypes.data + TILE * 8
-    of_factors, of_weights = factors.ctypes.data, weights.ctypes.data if whole_values else of_scores
+    of_weights = weights.ctypes.data if whole_values else of_scores
     of_acc, of_top, of_norm = acc.ctypes.data, top.ctypes.data, norm.ctypes.data
     sees, depths, num_nodes = trees
     known = piece[KNOWN]
     hidden = np.zeros(TILE, np.bool_)
+    changes = scalars[1] > np.float32(0.0) or slopes.shape[0] > 0  # scores that all rows see
+    all_scales, next_item, next_table = (key_scales, value_scales), behind[0], behind[1]
+    side, begin, end, next_head = 0, item[FROM], item[TO], head
+    _find_tile(table, begin, min(TILE, end - begin), shape, head, offsets[0], all_scales, factors[0])
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
-        _find_tile(table, at, count, shape, head, offsets, (key_scales, value_scales), factors)
-        score(of_query, keys.ctypes.data, of_keys, of_scores, scales.ctypes.data, of_factors, count, rows * group)
+        begin += TILE
+        if begin >= end:
+            table, next_head, begin, end = next_table, next_item[HEAD], next_item[FROM], next_item[TO]
+        other = 1 - side
+        _find_tile(table, begin, min(TILE, end - begin), shape, next_head, offsets[other], all_scales, factors[other])
+        of_keys, ahead, of_factors = offsets[side].ctypes.data, offsets[other].ctypes.data, factors[side].ctypes.data
+        of_scales = scales.ctypes.data
+        score(of_query, keys.ctypes.data, of_keys, of_scores, of_scales, of_factors, count, rows * group, ahead)
         for i in range(rows):
             last = piece[END] - rows + i
             high = min(count, last + 1 - at)
@@ -402,12 +445,15 @@ def _run_item(
                         line[j], weights[row * TILE + j] = np.float32(0.0), 0
                     continue
                 slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
-                _mask_row(line, low, high, scalars[1], slope, last - at, hidden[:masked])
+                if changes or low > 0 or high < TILE or masked > 0:
+                    _mask_row(line, low, high, scalars[1], slope, last - at, hidden[:masked])
                 soften(
                     *(of_scores + row * TILE * 4, of_top + row * 4, of_norm + row * 4, of_acc + row * size_v * 4),
                     *(of_factors + TILE * 4, weights.ctypes.data + row * TILE * 2),
                 )
-        add(of_weights, of_acc, values.ctypes.data, of_values, of_scores, count, rows * group)
+        of_values, ahead = of_keys + OFFSETS * 8, ahead + OFFSETS * 8
+        add(of_weights, of_acc, values.ctypes.data, of_values, of_scores, count, rows * group, ahead)
+        side = other
 
 
 @_inner(fastmath=True)
@@ -532,14 +578,15 @@ def _run_thread(
     rounded, weights = np.empty(max_rows * size, np.int16), np.empty(max_rows * TILE, np.int16)
     scales, offsets, factors = (
         np.empty(max_rows, np.float32),
-        np.empty(2 * TILE, np.int64),
-        np.ones(2 * TILE, np.float32),
+        np.zeros((2, 2 * OFFSETS), np.int64),
+        np.ones((2, 2 * TILE), np.float32),
     )
     scratch = (query_rows, scores, offsets, factors, rounded, weights, scales)
     for index in range(starts[thread], starts[thread + 1]):
         item = items[index]
         piece = pieces[item[PIECE]]
         head, table = item[HEAD], tables[piece[REQUEST]]
+        following = items[min(index + 1, starts[thread + 1] - 1)]
         _load_query(
             source, piece, head, query_stride, layer[1][0] * coded[0], query_rows, group, _size(size_tag), coded[1]
         )
@@ -553,6 +600,7 @@ def _run_thread(
             item,
             piece,
             table,
+            (following, tables[pieces[following[PIECE], REQUEST]]),
             tree,
             layer,
             cache,

@@ -28,6 +28,10 @@ KEYS_AT_ONCE = 4
 """Keys of a block. Offsets are given for a multiple of it."""
 MOST_WHOLE = 32767
 """Largest rounded element of a query vector and rounded weight."""
+LINE_BYTES = 64
+"""Bytes that a processor fetches at once."""
+SECOND_CACHE = 2
+"""Number of the processor's second cache where lines are fetched ahead: into the first one was slower."""
 MOST_SIZE = 512
 """Largest vectors of whole numbers: 512 products of 127 and 32767 are less than 2 ** 31."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1, "int4": 1}
@@ -47,11 +51,13 @@ class Machine:
         lanes: numbers of 32 bits in a vector.
         pairs: the instruction that adds products of pairs, empty if there is none.
         rows: of a block, so that it fits into the registers.
+        vectors: of a row's values in a block, likewise.
     """
 
     lanes: int
     pairs: str
     rows: int
+    vectors: int
 
 
 @cache
@@ -59,10 +65,10 @@ def machine() -> Machine:
     """Return what the processor has that numba compiles for."""
     features = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
     if "+avx512bw" in features:
-        return Machine(16, "vpdpwssd.512" if "+avx512vnni" in features else "pmaddw.d.512", 4)
+        return Machine(16, "vpdpwssd.512" if "+avx512vnni" in features else "pmaddw.d.512", 4, 4)
     if "+avx2" in features:
-        return Machine(8, "pmadd.wd", 2)
-    return Machine(8, "", 2) if "+avx" in features else Machine(4, "", 4 if "+neon" in features else 2)
+        return Machine(8, "pmadd.wd", 2, 2)
+    return Machine(8, "", 2, 2) if "+avx" in features else Machine(4, "", 4 if "+neon" in features else 2, 2)
 
 
 @frozen
@@ -316,7 +322,7 @@ def _values(made: Form, rows: int) -> Any:
     def write(code: _Code, weights: Any, sums: Any, values: Any, offsets: Any, count: Any, scales: Any) -> None:
         b, lanes, size = code.b, code.lanes, made.size
         stored = size // made.streams + size % made.streams
-        vectors = 1 if made.streams == 2 or stored < 2 * lanes else 2
+        vectors = 1 if made.streams == 2 else max(1, min(stored // lanes, machine().vectors))
 
         def add(index: Any, widths: list[int]) -> None:
             """Add to the elements from `index` on."""
@@ -442,6 +448,28 @@ def _soften(made: Form) -> Any:
     return _intrinsic(made, write)
 
 
+def _fetch(made: Form) -> Any:
+    """Return an intrinsic that fetches some vectors into the processor's caches.
+
+    Its arguments are addresses: of the first vector of the cache, and of the `KEYS_AT_ONCE` offsets.
+    """
+
+    def write(code: _Code, first: Any, offsets: Any, *_: Any) -> None:
+        b = code.b
+        byte, name = _BYTE.as_pointer(), "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
+        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+        size = -(-made.size // made.streams) * BYTES[made.kind]
+        for key in range(KEYS_AT_ONCE):
+            offset = code.load(code.at(offsets, ir.Constant(_WORD, key), 8), _WORD, 8)
+            at = code.at(first, offset, BYTES[made.kind])
+            for line in range(0, size, LINE_BYTES):
+                place = b.inttoptr(b.add(at, ir.Constant(_WORD, line)), byte)
+                b.call(function, [place, *(ir.Constant(_INT, n) for n in (0, SECOND_CACHE, 1))])  # to read, of data
+
+    return _intrinsic(made, write)
+
+
 def _intrinsic(made: Form, write: Any) -> Any:
     """Return an intrinsic without a result that takes six whole numbers of 64 bits and is written by `write`."""
 
@@ -463,22 +491,30 @@ def score_tile(made: Form) -> Any:
     """Return the function that writes the scores [num_rows, TILE] of query vectors with `count` keys.
 
     It takes addresses: of the query vectors [num_rows, size], the first key of the cache, the keys' offsets in
-    elements, the scores, the scales [num_rows] of whole numbers, the factors of codes [TILE]. Offsets are read, and
-    scores written, up to the next multiple of `KEYS_AT_ONCE`.
+    elements, the scores, the scales [num_rows] of whole numbers, the factors of codes [TILE]; and of the offsets
+    [TILE] of keys that come next, which are fetched. Offsets are read, and scores written, up to the next multiple of
+    `KEYS_AT_ONCE`.
     """
     most = machine().rows
     each = 2 if made.whole else 4
     row_bytes = made.size * each
-    many, two, one = (_scores(made, rows) for rows in (most, 2, 1))
+    many, three, two, one = (_scores(made, rows) for rows in (most, min(most, 3), 2, 1))
+    fetch = _fetch(made)
 
     @njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    def score(query, keys, offsets, out, scales, factors, count, num_rows):  # type: ignore[no-untyped-def]
-        for j in range(0, count, KEYS_AT_ONCE):
+    def score(query, keys, offsets, out, scales, factors, count, num_rows, ahead):  # type: ignore[no-untyped-def]
+        for j in range(0, TILE, KEYS_AT_ONCE):
+            fetch(keys, ahead + j * 8, 0, 0, 0, 0)
+            if j >= count:
+                continue
             at, to, by = offsets + j * 8, out + j * 4, factors + j * 4
             row = 0
             while row + most <= num_rows:
                 many(query + row * row_bytes, keys, at, to + row * TILE * 4, scales + row * 4, by)
                 row += most
+            if most > 3 and row + 3 == num_rows:
+                three(query + row * row_bytes, keys, at, to + row * TILE * 4, scales + row * 4, by)
+                row += 3
             if row + 2 <= num_rows:
                 two(query + row * row_bytes, keys, at, to + row * TILE * 4, scales + row * 4, by)
                 row += 2
@@ -493,21 +529,29 @@ def add_values(made: Form) -> Any:
     """Return the function that adds weights [num_rows, TILE] times values to sums [num_rows, size].
 
     It takes addresses: of the weights, int16 if whole numbers, the sums, the first value of the cache, the values'
-    offsets in elements, the scales [num_rows, TILE] of whole numbers, the first of each row. Offsets and weights are
-    read up to the next multiple of `KEYS_AT_ONCE`.
+    offsets in elements, the scales [num_rows, TILE] of whole numbers, the first of each row; and of the offsets [TILE]
+    of values that come next, which are fetched. Offsets and weights are read up to the next multiple of
+    `KEYS_AT_ONCE`.
     """
     most = machine().rows
     each = 2 if made.whole else 4
     row_bytes = made.size * 4
-    many, two, one = ((_whole_values if made.whole else _values)(made, rows) for rows in (most, 2, 1))
+    write = _whole_values if made.whole else _values
+    many, three, two, one = (write(made, rows) for rows in (most, min(most, 3), 2, 1))
+    fetch = _fetch(made)
 
     @njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    def add(weights, sums, values, offsets, scales, count, num_rows):  # type: ignore[no-untyped-def]
+    def add(weights, sums, values, offsets, scales, count, num_rows, ahead):  # type: ignore[no-untyped-def]
+        for j in range(0, TILE, KEYS_AT_ONCE):
+            fetch(values, ahead + j * 8, 0, 0, 0, 0)
         keys = (count + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
         row = 0
         while row + most <= num_rows:
             many(weights + row * TILE * each, sums + row * row_bytes, values, offsets, keys, scales + row * TILE * 4)
             row += most
+        if most > 3 and row + 3 == num_rows:
+            three(weights + row * TILE * each, sums + row * row_bytes, values, offsets, keys, scales + row * TILE * 4)
+            row += 3
         if row + 2 <= num_rows:
             two(weights + row * TILE * each, sums + row * row_bytes, values, offsets, keys, scales + row * TILE * 4)
             row += 2
