@@ -67,7 +67,7 @@ def test_attention_of_one_token_is_the_oracles(case: str, length: int) -> None:
     world = World(Case(requests=((1, length),), **{**COMMON, **CASES[case]}), "cuda")
     backend = TritonBackend(world.case.context("cuda"))
     world.check(*world.run(backend))
-    assert starts_early(backend, world) or length <= 64
+    assert starts_early(backend, world) or length < 700
 
 
 def test_what_the_kernel_in_front_writes_at_last_is_what_attention_sees() -> None:

@@ -41,7 +41,7 @@ def replayed(llm: LLM, prompts: list[list[int]], fewest: int = 1) -> tuple[list[
     original = llm.engine.runner.launch
 
     def launch(inputs: Any) -> Any:
-        if inputs.batches[0].num_requests >= fewest:
+        if len(inputs.rows) >= fewest:  # a batch has padded requests too
             seen.add(inputs.shape)
         return original(inputs)
 
