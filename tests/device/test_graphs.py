@@ -165,6 +165,27 @@ def test_every_shape_runs_eagerly_with_its_attention_before_it_is_captured(
     assert made.report.graphs == (2 if state == "captured" else 2 * (layers + 1))
 
 
+def test_eager_runs_before_a_capture_read_few_keys_and_are_planned_for_the_longest(
+    capture: Callable[[str], tuple[GraphCapturer, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = capture("captured")
+    forward, seen = made._forward, list[tuple[list[int], int]]()
+
+    def noted(inputs: Any, attend: Any, further: Any) -> Any:
+        (batch,) = inputs.batches
+        seen.append((batch.seq_lens.tolist(), batch.max_seq_len))
+        return forward(inputs, attend, further)
+
+    monkeypatch.setattr(made, "_forward", noted)
+    monkeypatch.setattr(made, "addresses", lambda inputs: ())
+    longest = made._gatherer.rows.max_model_len
+    made._capture(GraphShape(2, 1), None)
+    assert seen[0] == ([1, 1], longest)
+    seen.clear()
+    made._capture(GraphShape(2, 1, cascade=1), None)  # the prefix is a part of them
+    assert seen[0] == ([longest, longest], longest)
+
+
 @pytest.mark.parametrize(
     ("error", "typed", "says"),
     [

@@ -118,6 +118,7 @@ class GraphCapturer(GraphRunner):
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[CapturedGraph, int]:
         """Capture one shape. Return it with the number of its graphs."""
         inputs, attend = self._planned(shape)
+        _shorten(inputs)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend, self._arguments(inputs, frozenset(), lambda call: call()))
         self.device.synchronize()
@@ -184,3 +185,13 @@ class GraphCapturer(GraphRunner):
         hidden = self._model.forward(resolved(inputs.input_ids, self._last_tokens), inputs.positions, attend, **further)
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len and self._has_logits else None
         return hidden, logits, self._extensions.results()
+
+
+def _shorten(inputs: ModelInputs) -> None:
+    """Let eager runs of a uniform shape read few keys. Their launches are those planned for the longest sequences.
+
+    Reading all keys of each shape's requests would take more than a second of the captures of a model of 8B parameters.
+    """
+    if inputs.shape is not None and inputs.shape.query_len and not inputs.shape.cascade:
+        for batch in inputs.batches:
+            batch.seq_lens.clamp_(max=batch.max_query_len)

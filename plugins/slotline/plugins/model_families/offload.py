@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from slotline.plugins.model_families import pinned_copies
 from slotline.registry.errors import ModelError
 
 MIB = 1 << 20
@@ -43,7 +44,7 @@ def place(hf_model: Any, device: torch.device, offload_bytes: int) -> tuple[str,
         A note on what stayed in host memory, if anything was asked to.
     """
     if not offload_bytes:
-        hf_model.to(device)
+        pinned_copies.move(hf_model, device)
         return ()
     if device.type == "cpu":
         hf_model.to(device)
