@@ -149,7 +149,7 @@ def phases(llm: LLM, work: Workload) -> None:
     profiler.reset()
     profiler.enable()
     bench_run._run(llm, work)
-    profiler.enabled = False
+    profiler.disable()
     steps = max(profiler.counts.values())
     parts = ", ".join(f"{name} {1e6 * spent / steps:.0f}" for name, spent in profiler.seconds.items())
     print(f"   host, us a step over {steps} steps: {parts}")

@@ -164,7 +164,7 @@ def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
     start = time.perf_counter()
     work()
     wall = (time.perf_counter() - start) / PROFILED
-    profiler.enabled = False
+    profiler.disable()
     parts = sorted(profiler.seconds.items(), key=lambda item: -item[1])
     print(f"   host: {wall * 1e3:.2f} ms: " + ", ".join(f"{n} {s / PROFILED * 1e3:.2f}" for n, s in parts if s > 1e-5))
     found, by_kind, by_name = spans(work), defaultdict[str, float](float), defaultdict[str, list[float]](list)

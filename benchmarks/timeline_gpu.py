@@ -71,7 +71,7 @@ def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
         for _ in range(steps + 1):  # the first one under a profiler is longer than the others
             engine.step()
         torch.cuda.synchronize()
-    engine.profiler.enabled = False
+    engine.profiler.disable()
     for request in list(engine.requests):
         engine.abort(request)
     return spans(profiler.events(), steps)

@@ -466,6 +466,18 @@ def test_nothing_is_timed_unless_asked_for(llm: LLM) -> None:
     assert not llm.engine.profiler.counts
 
 
+@pytest.mark.behaviour(122)
+def test_nothing_is_timed_once_timing_is_switched_off(llm: LLM) -> None:
+    profiler = llm.engine.profiler
+    profiler.enable()
+    with pytest.raises(AttributeError):
+        profiler.enabled = False  # type: ignore[misc]  # which would leave the scopes timed
+    assert profiler.enabled
+    profiler.disable()
+    llm.generate([[5, 6, 7]], SHORT)
+    assert not profiler.counts
+
+
 @pytest.mark.behaviour(132)
 def test_reloaded_weights_are_used_by_the_next_request_and_old_prefixes_are_forgotten(llm: LLM) -> None:
     prompts = random_prompts([40, 4], seed=80)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -16,25 +15,26 @@ class StepProfiler:
 
     Attributes:
         scope: called with a name, returns a context that times the code inside under it.
-        seconds: by scope, summed.
-        counts: by scope.
+        seconds, counts: by scope, summed.
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
-        self.scope: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        if enabled:
-            self.enable()
+        self.scope: Callable[[str], AbstractContextManager[object]] = self._timed if enabled else nullcontext
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the parts are timed. `enable` and `disable` change it."""
+        return self.scope is not nullcontext
 
     def enable(self) -> None:
         """Time the parts of the steps from now on."""
-        self.enabled, self.scope = True, self._timed
+        self.scope = self._timed
 
     def disable(self) -> None:
         """Stop timing. The measured times stay."""
-        self.enabled, self.scope = False, nullcontext
+        self.scope = nullcontext
 
     def reset(self) -> None:
         """Forget the measured times."""
