@@ -78,6 +78,42 @@ print("all of it")
 """
 
 
+EARLY = """
+x, first, second = torch.zeros(128), {}, {}
+compiled = compiling.listen()
+
+def launch(size):
+    return add_one[(1,)](x, 100, size=size, dtype=tl.float32, num_warps=2)
+
+def on_disk():
+    from pathlib import Path
+    return len(list(Path(triton.knobs.cache.dir).rglob("add_one.cubin")))
+
+with compiling.leaving_out(first):
+    launch(16)
+assert not compiling._EARLY._begun, "nothing had to be compiled so far"
+compiling.compile_all(first)
+assert on_disk() == 1
+with compiling.leaving_out(second):
+    launch(32)
+    launch(64)
+    launch(32)
+    for begun in list(compiling._EARLY._begun.values()):
+        begun.result()
+    assert on_disk() == 3, "they are compiled while launches are noted"
+    launch(32)
+assert len(second) == 2 and len(add_one.device_caches[0][0]) == 1, "this process has none of them yet"
+compiling.compile_all(second)
+assert len(add_one.device_caches[0][0]) == 3
+assert not compiling._EARLY._begun and compiling._EARLY._pool is None
+assert compiled.count == 3, compiled.kernels
+add_one.device_caches.clear()
+compiling.compile_all(second)
+assert compiled.count == 3 and not compiling._EARLY.wanted, "now they are on disk"
+print("all of it")
+"""
+
+
 TWO_THREADS = """
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Thread, get_ident
@@ -171,7 +207,9 @@ print("all of it")
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("script", [SCRIPT, TWO_THREADS], ids=["compiled in threads", "two threads"])
+@pytest.mark.parametrize(
+    "script", [SCRIPT, EARLY, TWO_THREADS], ids=["compiled in threads", "compiled early", "two threads"]
+)
 def test_launches_that_lack_a_kernel_are_left_out_for_the_thread_that_asks_alone(script: str, tmp_path: Path) -> None:
     file = tmp_path / "script.py"  # Triton reads a kernel's source from its file
     file.write_text(CARD + script)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from slotline.registry.collection import rare_collection
+from slotline.registry.collection import frozen_objects, rare_collection
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +31,15 @@ def test_a_process_that_collects_more_rarely_keeps_its_threshold(threshold: int)
     with rare_collection():
         assert gc.get_threshold() == (threshold, 5, 5)
     assert gc.get_threshold() == (threshold, 5, 5)
+
+
+def test_objects_are_looked_at_once_and_count_again_afterwards() -> None:
+    before = gc.get_freeze_count()
+    with frozen_objects():
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000
+        with frozen_objects():
+            assert gc.get_freeze_count() <= frozen
+            assert len(gc.get_objects()) < 1_000
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == before == 0

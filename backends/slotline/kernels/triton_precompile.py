@@ -11,11 +11,13 @@ is neither left out nor counted. Hooks that were there before are called too.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock, get_ident
 from time import perf_counter
@@ -166,7 +168,66 @@ class _Notes:
             return left_out
         lacked = MissingKernel(fn.jit_function, compile["specialization_data"])
         missing[id(lacked.kernel), lacked.specialization] = lacked
+        _EARLY.begin(lacked)
         return True
+
+
+class _Early:
+    """Compilation that begins when a launch lacks a kernel, while further launches are noted.
+
+    What is made goes to Triton's cache on disk alone: a kernel that this process has is not left out, and its first
+    launch would load it in the middle of a capture.
+
+    Attributes:
+        wanted: whether the last kernels that were asked for had to be compiled. Otherwise they are on disk.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._begun: dict[tuple[int, str], Future[list[Kernel]]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def begin(self, lacked: MissingKernel) -> None:
+        """Begin to compile a kernel, once, if that is wanted."""
+        key = id(lacked.kernel), lacked.specialization
+        if self.wanted and key not in self._begun:
+            from triton.runtime.driver import driver
+
+            self._pool = self._pool or ThreadPoolExecutor(_most_threads(), thread_name_prefix="slotline-compile")
+            self._begun[key] = self._pool.submit(_compile_to_disk, lacked, driver.active.get_current_device())
+
+    def finish(self, lacked: MissingKernel) -> list[Kernel]:
+        """Wait for a kernel that was begun, and return what Triton was asked for. Nothing if it was not begun."""
+        begun = self._begun.pop((id(lacked.kernel), lacked.specialization), None)
+        return [] if begun is None else begun.result()
+
+    def end(self) -> None:
+        """End the threads once they are idle."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+_EARLY = _Early()
+
+
+def _most_threads() -> int:
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _compile_to_disk(lacked: MissingKernel, device: int) -> list[Kernel]:
+    """Compile a kernel for a device without giving it to this process. What fails is left to its launch."""
+    log = _logs[get_ident()] = list[Kernel]()
+    try:
+        alone = copy.copy(lacked.kernel)
+        alone.device_caches = defaultdict(alone.create_binder)
+        with torch.cuda.device(device):
+            alone.preload(lacked.specialization)
+    except Exception as error:  # whatever a compiler raises
+        logger.debug("%s was not compiled early: %s", lacked.kernel, error)
+    finally:
+        del _logs[get_ident()]
+    return log
 
 
 @contextmanager
@@ -201,10 +262,12 @@ def compile_all(missing: MissingKernels, device: torch.device | None = None) -> 
     """Compile kernels for a device, several at a time. What fails is left to its launch."""
     if not missing:
         return
-    start, threads = perf_counter(), min(len(missing), MOST_THREADS, len(os.sched_getaffinity(0)))
+    start, threads = perf_counter(), min(len(missing), _most_threads())
     log = _logs.get(get_ident(), [])
+    first = len(log)
 
     def compile_one(lacked: MissingKernel) -> bool:
+        log.extend(_EARLY.finish(lacked))
         _logs[get_ident()] = log
         try:
             with torch.cuda.device(device):  # a thread's current device is its own
@@ -218,6 +281,8 @@ def compile_all(missing: MissingKernels, device: torch.device | None = None) -> 
 
     with ThreadPoolExecutor(threads, thread_name_prefix="slotline-compile") as pool:
         done = sum(pool.map(compile_one, missing.values()))
+    _EARLY.end()
+    _EARLY.wanted = any(not kernel.on_disk for kernel in log[first:])
     logger.info(
         "compiled %d of %d kernels ahead, %d at a time: %.1f s", done, len(missing), threads, perf_counter() - start
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 
 from attrs import define, evolve, field
@@ -59,6 +60,7 @@ from slotline.planner.plan import Planned, make_plan
 from slotline.planner.ranks import asked_shard
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.built import MODEL, misfits_of
+from slotline.registry.collection import frozen_objects
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     Communicator,
@@ -171,8 +173,13 @@ class EngineBuilder:
             compiler.log_to(outer)
 
     def _build(self, model: Model | None) -> Engine:
-        """Build what a step runs through twice: over one block to measure memory, and over the caches that fit."""
+        """Build the engine around a model, which is loaded first if it is None."""
         model = model or self.load_model()
+        with frozen_objects() if self.planned.plan.graphs.any_captured else nullcontext():  # each capture collects
+            return self._build_around(model)
+
+    def _build_around(self, model: Model) -> Engine:
+        """Build what a step runs through twice: over one block to measure memory, and over the caches that fit."""
         specs = self.groups.specs()
         parts = self._parts(model, specs)
         extensions = build_extensions(parts)

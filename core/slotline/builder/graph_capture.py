@@ -20,6 +20,7 @@ from slotline.core.device.torch_device import TorchDevice, compiler_of
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
 from slotline.kernels.attention_edges import new_output
 from slotline.kernels.graph_capture_state import alias_without_ownership, as_if_run
+from slotline.registry.collection import frozen_objects
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.contracts.device import Device, Graph, MissingKernels
 from slotline.registry.contracts.device import GraphCapture as DeviceCapture
@@ -216,19 +217,13 @@ def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
 def _no_collection() -> Iterator[None]:
     """Collect no garbage: that might free a tensor of the device, or a graph, in the middle of a capture.
 
-    Objects that the host process has frozen stay frozen: a call would unfreeze them with those frozen here, so
-    nothing is frozen then. A collection that a library asks for takes longer for it.
+    A collection that a library asks for takes longer where the host process has frozen objects.
     """
-    gc.collect()
-    freezes = gc.get_freeze_count() == 0
-    if freezes:
-        gc.freeze()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        if freezes:
-            gc.unfreeze()
+    with frozen_objects():
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()

@@ -1,4 +1,4 @@
-"""Garbage collection that is rare while a process starts."""
+"""Garbage collection that is rare while a process starts, and looks once at what lasts."""
 
 from __future__ import annotations
 
@@ -27,3 +27,21 @@ def rare_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Collect garbage, and leave all objects that remain out of the collections inside.
+
+    Objects that the host process has frozen stay frozen: a call would unfreeze them with those frozen here, so nothing
+    is frozen then. These contexts nest, and only the outermost one looks at all objects.
+    """
+    gc.collect()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
