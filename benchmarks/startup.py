@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ CACHES = (
 def child(model: str, settings: list[str]) -> None:
     """One start, timed from the moment at which the parent called for the process."""
     begun = float(os.environ["STARTED_AT"])
+    if "STARTUP_LOG" in os.environ:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(message)s")
     from slotline.core import LLM, SamplingParams
 
     imported = time.time()
@@ -93,12 +96,15 @@ def main() -> None:
     parser.add_argument("--runs", type=at_least(0), default=1, help="starts with kernels cached")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
+    parser.add_argument("--log", action="store_true", help="show what each start logs, with its milliseconds")
     parser.add_argument("--profile", metavar="FILE", help="profile one more cached start with cProfile into this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.model, options.set)
         return
+    if options.log:
+        os.environ["STARTUP_LOG"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model = Path(options.model)
