@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 from attrs import frozen
 from command_line import at_least, positive
 from result_file import print_rows, write_result
@@ -36,6 +37,7 @@ from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.plugins.structured_output.extension import StructuredOutputs
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.plugins.structured_output.mask_cache import MaskCache
+from slotline.plugins.structured_output.mask_table import StepMasks
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
@@ -163,10 +165,15 @@ def run(grammars: StructuredOutputs, workload: Workload, texts: Sequence[Sequenc
         start = time.perf_counter()
         masks = grammars.begin(Inputs(Rows(rows)))  # type: ignore[arg-type]
         assert masks is not None
-        assert not masks.wait(grammars.compiler.backend, grammars.name, BuiltPlugins())
+        if isinstance(masks, StepMasks):
+            masks.table.gather(masks.masks, rows, torch.device("cpu"))
+            words = 0
+        else:
+            assert not masks.wait(grammars.compiler.backend, grammars.name, BuiltPlugins())
+            words = masks.bitmask.words.nbytes
         ended = grammars.advance(rows, token_ids, {})
         seconds.append(time.perf_counter() - start)
-        sent.append(masks.bitmask.words.nbytes)
+        sent.append(words)
         assert not ended
     for row in range(len(texts)):
         grammars.release(row)

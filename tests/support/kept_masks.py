@@ -64,6 +64,14 @@ class Pair:
             if own.finished:
                 break
 
+    def text(self, rng: Random, steps: int) -> list[int]:
+        """Return the tokens of a random text that can go on."""
+        own, found = self.backend.start(self.grammar.compiled), list[int]()
+        while len(found) < steps and (token := self.choice(self.filled(own, [])[0], rng)) is not None:
+            own.accept([token])
+            found.append(token)
+        return found
+
     def walk_often(self, seeds: int, steps: int, *, drafts: int = 0) -> None:
         """Write a random text for each seed."""
         for seed in range(seeds):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -46,9 +49,7 @@ class TokenBitmask:
 
     def ban(self, rows: npt.NDArray[np.bool_], token_ids: tuple[int, ...]) -> None:
         """Mark tokens as banned in the masks of some rows."""
-        masks = np.unique(self.mask_of[rows])
-        for token in token_ids:
-            self.words.view(np.uint32)[masks, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)
+        ban(self.words, np.unique(self.mask_of[rows]), token_ids)
 
     def apply(self, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """Return the logits [n, vocab_size] with minus infinity for every banned token.
@@ -66,3 +67,9 @@ class TokenBitmask:
         words, places, mask_of = flat.split([num_masks * width, num_rows, num_rows])
         words = words.view(num_masks, width)
         return words.index_select(0, mask_of) if self._shared else words, places
+
+
+def ban(words: Int32, masks: npt.NDArray[Any], token_ids: Sequence[int]) -> None:
+    """Mark tokens as banned in some `masks` of [num_masks, words]."""
+    for token in token_ids:
+        words.view(np.uint32)[masks, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)

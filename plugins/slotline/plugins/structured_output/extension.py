@@ -27,7 +27,8 @@ from slotline.core.sampling.logits_processors import Processed
 from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
 from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
-from slotline.plugins.structured_output.mask_cache import CachedState
+from slotline.plugins.structured_output.mask_cache import CachedState, KeptMask
+from slotline.plugins.structured_output.mask_table import MaskTable, StepMasks
 from slotline.plugins.structured_output.waiting import Decode, WaitingGrammar
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import GRAMMAR_STATE, misfits_of
@@ -88,7 +89,8 @@ class StructuredOutputs:
         self._decode = decode
         self._states: dict[int, GrammarState] = {}  # by row
         self._waiting: dict[int, WaitingGrammar] = {}  # by row
-        self._begun: WeakKeyDictionary[ModelInputs, GrammarBitmasks] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[ModelInputs, GrammarBitmasks | StepMasks] = WeakKeyDictionary()
+        self._table = MaskTable(vocab_size, device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slotline-masks")
         self._filling: Future[None] | None = None
 
@@ -218,7 +220,7 @@ class StructuredOutputs:
         if masks is None:
             return logits
         with self._profiler.scope("grammar"):
-            return masks.bitmask.apply(logits, in_place=True)
+            return masks.apply(logits, in_place=True)
 
     def process(self, processed: Processed, inputs: ModelInputs) -> Processed:
         """Return the logits with every token banned that a grammar does not allow next."""
@@ -241,7 +243,7 @@ class StructuredOutputs:
         if self._any:
             self._force(drafts, rows, most)
 
-    def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
+    def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | StepMasks | None:
         """Ask for the masks of a step's logits. Return None if none of its rows has a grammar.
 
         All earlier tokens must be known. With `beside`, a thread makes the masks while the caller does other things, if
@@ -253,13 +255,27 @@ class StructuredOutputs:
             masked = masked & ~self._free(inputs)
         if not masked.any():
             return None
+        if inputs.spec_positions is None and (step := self._kept(inputs.sampling.rows, masked)) is not None:
+            return step
         banned = self._rows.ignore_eos
         masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device, banned)
         if beside and masks.num_asked * self._vocab_size >= WORTH_A_THREAD:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 
-    def apply(self, processed: Processed, masks: GrammarBitmasks | None, *, keep_raw: bool) -> Processed:
+    def _kept(self, rows: Int, masked: npt.NDArray[np.bool_]) -> StepMasks | None:
+        """Return the masks of a step without drafts. None if one of them is not kept."""
+        found: list[KeptMask] = []
+        states, ends = self._states, self._eos_token_ids
+        own = rows[masked]
+        for row, endless in zip(own.tolist(), self._rows.ignore_eos[own].tolist(), strict=True):
+            state = states.get(row)
+            if not isinstance(state, CachedState) or (mask := state.kept_mask()) is None:
+                return None
+            found.append(mask.endless(ends) if endless else mask)
+        return StepMasks.of(rows, masked, found, self._table)
+
+    def apply(self, processed: Processed, masks: GrammarBitmasks | StepMasks | None, *, keep_raw: bool) -> Processed:
         """Return the logits with every token banned that a grammar does not allow next.
 
         `keep_raw` says that the model's own logits are read afterwards, also those of banned tokens.
@@ -271,11 +287,13 @@ class StructuredOutputs:
         for row, error in failed.items():
             errors.update(dict.fromkeys(np.flatnonzero(rows == row).tolist(), error))
         touched = masks.masked if processed.touched is None else masks.masked | processed.touched
-        logits = masks.bitmask.apply(processed.logits, in_place=processed.logits is not processed.raw or not keep_raw)
+        logits = masks.apply(processed.logits, in_place=processed.logits is not processed.raw or not keep_raw)
         return evolve(processed, logits=logits, touched=touched, errors=errors)
 
-    def _failures(self, masks: GrammarBitmasks) -> Mapping[int, str]:
+    def _failures(self, masks: GrammarBitmasks | StepMasks) -> Mapping[int, str]:
         """Finish the masks, once. Return the reasons for rows that have none."""
+        if isinstance(masks, StepMasks):
+            return masks.failed
         if masks.failed is None:
             masks.failed = masks.wait(self.compiler.backend, self.name, self._plugins)
             if (endless := self._rows.ignore_eos[masks.logits_rows[masks.masked]]).any():
@@ -285,8 +303,10 @@ class StructuredOutputs:
     def _accept(self, rows: Int, token_ids: npt.NDArray[np.int32], ended: Ended) -> Ended:
         over: Ended = {}
         bound = self.active[rows]
+        states = self._states
         for row, token in zip(rows[bound].tolist(), token_ids[bound].tolist(), strict=True):
-            if ended.get(row, ("", None))[0] == "stop":
+            known = states.get(row)
+            if ended.get(row, ("", None))[0] == "stop" or (isinstance(known, CachedState) and known.follow(token)):
                 continue
             try:
                 if row in self._waiting:

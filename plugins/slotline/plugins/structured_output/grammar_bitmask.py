@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import define
 
 from slotline.core.batch.model_inputs import ModelInputs
@@ -110,6 +111,10 @@ class GrammarBitmasks:
         words = self.bitmask.words
         left = words[:, :_FIRST_WORDS].any(axis=1)
         return bool(left.all() or words[~left].any(axis=1).all())
+
+    def apply(self, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return the logits with minus infinity for every banned token, see `TokenBitmask.apply`."""
+        return self.bitmask.apply(logits, in_place=in_place)
 
     def fill(self, backend: StructuredOutput) -> None:
         """Write the masks that are asked for. Raises any exception of the plugin."""

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field, frozen
+from attrs import define, field
 
 from slotline.plugins.structured_output.automaton import UnknownNotationError
+from slotline.plugins.structured_output.bitmask import ban
 from slotline.plugins.structured_output.json_positions import FREE_OBJECTS, JsonForm
 from slotline.plugins.structured_output.rule_positions import ExpressionForm, RuleForm
 from slotline.plugins.structured_output.tag_positions import TagForm
@@ -82,11 +83,28 @@ def form_of(constraint: Constraint) -> Form | None:
         return Texts() if kind == "regex" else None
 
 
-@frozen(eq=False)
+@define(eq=False)
 class KeptMask:
-    """Mask [words] int32 of one or more nodes. Nobody writes to it."""
+    """Mask [words] int32 of one or more nodes. Nobody writes to it.
+
+    Attributes:
+        leaves: whether it allows a token.
+    """
 
     words: Int32
+    leaves: bool = field(init=False)
+    _endless: KeptMask | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.leaves = bool(self.words.any())
+
+    def endless(self, eos_token_ids: Sequence[int]) -> KeptMask:
+        """Return the mask that bans the ends too, which are the same in all calls."""
+        if self._endless is None:
+            words = self.words.copy()
+            ban(words[None], np.zeros(1, np.int64), eos_token_ids)
+            self._endless = self if np.array_equal(words, self.words) else KeptMask(words)
+        return self._endless
 
 
 @define(eq=False)
@@ -246,6 +264,15 @@ class CachedState:
             self._node, self._last = following, token
             self._behind.append(token)
         return len(token_ids)
+
+    def follow(self, token: int) -> bool:
+        """Take a token if the graph knows that it is legal and that the text can go on. Return whether it was taken."""
+        following = None if self._node is None else self._node.following.get(token)
+        if following is None or following.finished is not False:
+            return False
+        self._node, self._last = following, token
+        self._behind.append(token)
+        return True
 
     def count_legal(self, token_ids: Sequence[int]) -> int:
         """See the contract."""
