@@ -29,6 +29,11 @@ PENALTIES = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_counts, "_LEAST_CAPACITY", 2)
+
+
 class Both:
     """The processor as it runs on a CPU, and as it runs on a card."""
 
@@ -80,14 +85,29 @@ def test_every_draft_position_of_a_row_has_a_row_of_logits_of_its_own() -> None:
     both.agree(batch_of([longer(one, [], drafts[:count]) for count in range(5)], [2] * 5), 0)
 
 
-def test_tables_grow_with_the_longest_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_counts, "_LEAST_CAPACITY", 2)
-    both = Both()
-    one = Asked({"repetition_penalty": 1.5}, [4, 5], [], [])
+@pytest.mark.usefixtures("little_room")
+def test_lists_grow_with_the_distinct_tokens_of_the_longest() -> None:
+    both, one = Both(), Asked({"repetition_penalty": 1.5}, [4, 5], [], [])
     both.admit(0, one)
-    for more in ([], [6], [7, 8, 9], [1, 2, 3, 10, 11, 0]):
+    sizes = []
+    for more in ([], [6], [6, 6, 4], [6] * 9, [7, 8, 9], [1, 2, 3, 10, 11, 0]):
         one = longer(one, more, [])
         both.agree(batch_of([one], [0]), len(more))
+        sizes.append(both.counted._counts._entries.shape[1])
+    assert sizes == [2, 4, 4, 4, 8, 16]
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_rows_with_many_new_tokens_and_few_are_counted_alike(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(device_counts, "_MOST_ADDED", 4)
+    both, one = Both(), Asked({"frequency_penalty": 0.5}, [1, 2], [3], [])
+    others = [Asked({"presence_penalty": 0.5}, [row], [], []) for row in range(2)]
+    for row, each in enumerate([one, *others]):
+        both.admit(row, each)
+    for step in range(3):
+        one = longer(one, [token % VOCAB_SIZE for token in range(step, step + count)], [])
+        others = [longer(each, [5], []) for each in others]
+        both.agree(batch_of([*others, one], [1, 2, 0]), step)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -107,8 +127,10 @@ def test_nothing_waits_for_the_device() -> None:
 
 def test_tokens_outside_the_vocabulary_are_left_alone() -> None:
     both = Both()
-    both.admit(0, Asked({"repetition_penalty": 2.0}, [1], [], []))
-    batch = batch_of([Asked({}, [1, VOCAB_SIZE + 3], [], [])], [0])
+    one = Asked({"repetition_penalty": 2.0}, [1, VOCAB_SIZE + 3], [], [])
+    both.admit(0, one)
+    both.counted.apply(some_logits(1).to(DEVICE), batch_of([one], [0]))
+    batch = batch_of([longer(one, [VOCAB_SIZE + 3, -1], [])], [0])  # one that is in the list and one that is not
     logits = some_logits(1)
     found = both.counted.apply(logits.clone().to(DEVICE), batch).cpu()
     assert (found != logits).nonzero()[:, 1].tolist() == [1]

@@ -7,55 +7,65 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-IN_PROMPT = tl.constexpr(1 << 30)
-"""Flag of a count; the bits below are the number of times that a token stands in the output."""
+TIMES = tl.constexpr(32)
+"""First bit of an entry's number of times that a token stands in the output. The bits below are the token."""
+ONCE = tl.constexpr(1 << 32)
+DRAFT_BLOCK = tl.constexpr(256)
+"""Entries that drafts are compared with at a time."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
-def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
-    """Clear `block` counts of a row in each program."""
-    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
-    places = tl.program_id(1) * block + tl.arange(0, block)
-    tl.store(counts + row * vocab_size + places, 0, places < vocab_size)
-    if tl.program_id(1) == 0:
-        tl.store(num_distinct + row, 0)
+@triton.jit
+def take_news(
+    news,  # [m, 4] int32: row, number of new tokens, where they begin in `values`, whether they replace the row's list
+    values,  # int32: new tokens, or all distinct tokens and then how often each stands in the output
+    entries,  # [max_requests, capacity] int64, in and out
+    lengths,  # [max_requests] int32, in and out
+    capacity,
+    vocab_size,
+    block: tl.constexpr,
+):
+    """Add new tokens to the list of a row, or write it anew. Each program does one row."""
+    news += tl.program_id(0) * 4
+    row = tl.load(news).to(tl.int64)
+    number, values = tl.load(news + 1), values + tl.load(news + 2)
+    entries += row * capacity
+    index = tl.arange(0, block)
+    if tl.load(news + 3) != 0:
+        for start in range(0, number, block):
+            places = start + index
+            token = tl.load(values + places, places < number, 0).to(tl.int64)
+            times = tl.load(values + number + places, places < number, 0).to(tl.int64)
+            tl.store(entries + places, (times << TIMES) | token, places < number)
+        tl.store(lengths + row, number)
+    else:
+        length = tl.load(lengths + row)
+        for j in range(number):
+            token = tl.load(values + j)
+            found = ((token < 0) | (token >= vocab_size)).to(tl.int32)
+            for start in range(0, length, block):
+                places = start + index
+                known = tl.load(entries + places, places < length, -1)
+                same = (known.to(tl.int32) == token) & (places < length)
+                tl.store(entries + places, known + ONCE, same)
+                found += tl.sum(same.to(tl.int32), 0)
+            if found == 0:
+                tl.store(entries + length, token.to(tl.int64) + ONCE)
+                length += 1
+            tl.debug_barrier()  # the next token reads what was written
+        tl.store(lengths + row, length)
 
 
-@triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries"])
-def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, num_entries, block: tl.constexpr):
-    """Count `block` new tokens in each program: `entries` [3, num_entries] is row, token, if in the prompt."""
-    places = tl.program_id(0) * block + tl.arange(0, block)
-    held = places < num_entries
-    row = tl.load(entries + places, held, 0).to(tl.int64)
-    token = tl.load(entries + num_entries + places, held, 0)
-    prompt = tl.load(entries + 2 * num_entries + places, held, 0) != 0
-    held &= (token >= 0) & (token < vocab_size)
-    at = counts + row * vocab_size + token
-    before = tl.atomic_or(at, IN_PROMPT, held & prompt)
-    before_output = tl.atomic_add(at, 1, held & ~prompt)
-    first = held & (tl.where(prompt, before, before_output) == 0)
-    place = tl.atomic_add(num_distinct + row, 1, first)
-    tl.store(distinct + row * capacity + place, token, first)
-
-
-@triton.jit(
-    do_not_specialize=["num_drafts", "n"],
-    do_not_specialize_on_alignment=["rows", "penalties", "draft_counts", "drafts"],
-)
+@triton.jit(do_not_specialize=["num_drafts"])
 def penalise(
     logits,  # [n, vocab_size] float32, in and out
     stride,
-    rows,  # [n] int32
-    penalties,  # [3, n] float32: presence, frequency, repetition
-    draft_counts,  # [n] int32
+    wanted,  # [n, 8] int32: row, presence, frequency and repetition as float32, number of drafts
     drafts,  # [n, num_drafts] int32
     num_drafts,
-    counts,
-    distinct,
-    num_distinct,
+    entries,  # [max_requests, capacity] int64
+    lengths,  # [max_requests] int32
     capacity,
     vocab_size,
-    n,
     block: tl.constexpr,
     width: tl.constexpr,  # at least num_drafts, a power of 2
 ):
@@ -64,17 +74,18 @@ def penalise(
     Each is written once, and no written value is read.
     """
     i = tl.program_id(0)
-    row = tl.load(rows + i).to(tl.int64)
+    wanted += i * 8
+    row, drafted = tl.load(wanted).to(tl.int64), tl.load(wanted + 4)
+    presence, frequency = _number(wanted + 1), _number(wanted + 2)
+    repetition = _number(wanted + 3)
     logits += i.to(tl.int64) * stride
-    counts += row * vocab_size
+    entries += row * capacity
     drafts += i * num_drafts
-    drafted = tl.load(draft_counts + i)
-    presence, frequency = tl.load(penalties + i), tl.load(penalties + n + i)
-    repetition = tl.load(penalties + 2 * n + i)
     places = tl.program_id(1) * block + tl.arange(0, block)
-    held = places < tl.load(num_distinct + row)
-    token = tl.load(distinct + row * capacity + places, held, 0)
-    times = tl.load(counts + token, held, 0) & (IN_PROMPT - 1)
+    length = tl.load(lengths + row)
+    held = places < length
+    entry = tl.load(entries + places, held, 0)
+    token, times = entry.to(tl.int32), (entry >> TIMES).to(tl.int32)
     for j in range(drafted):
         times += (tl.load(drafts + j) == token).to(tl.int32)
     x = tl.load(logits + token, held, 0.0)
@@ -82,12 +93,21 @@ def penalise(
     if (tl.program_id(1) == 0) & (drafted > 0):  # drafts that the row has not seen
         index = tl.arange(0, width)
         draft = tl.load(drafts + index, index < drafted, -1)
-        inside = (draft >= 0) & (draft < vocab_size)
-        missing = inside & (tl.load(counts + draft, inside, 1) == 0)
+        seen = tl.zeros([width], tl.int32)
+        for start in range(0, length, DRAFT_BLOCK):
+            others = start + tl.arange(0, DRAFT_BLOCK)
+            known = tl.load(entries + others, others < length, -1).to(tl.int32)
+            seen += tl.sum((draft[:, None] == known[None, :]).to(tl.int32), 1)
         equal = (draft[:, None] == draft[None, :]).to(tl.int32)
-        missing &= tl.sum(tl.where(index[None, :] < index[:, None], equal, 0), 1) == 0  # its first position
+        seen += tl.sum(tl.where(index[None, :] < index[:, None], equal, 0), 1)  # only its first position counts
+        missing = (seen == 0) & (draft >= 0) & (draft < vocab_size)
         y = tl.load(logits + draft, missing, 0.0)
         tl.store(logits + draft, _penalised(y, tl.sum(equal, 1), presence, frequency, repetition), missing)
+
+
+@triton.jit
+def _number(place):
+    return tl.load(place).to(tl.float32, bitcast=True)
 
 
 @triton.jit
