@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
 from slotline.plugins.model_families.passes.cpu_products import has_panels
+from slotline.plugins.model_families.passes.few_rows import LANES, MOST_ROWS
 
 SHORT = "--rounds 1 --shapes 64x256 --tokens 1 64"
 SHAPES = ((768, 768), (768, 256), (768, 1280), (768, 2048), (768, 4096), (2048, 768), (768, 32000))
@@ -44,14 +45,14 @@ def kernels(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Kernel]:
         packed = [torch.ops.mkldnn._reorder_linear_weight(w, 16) for w in weights]
         onednn = torch.ops.mkldnn._linear_pointwise.default
         ways["onednn"] = lambda i: onednn(x, packed[i], None, "none", [], "")
-        if x.shape[0] <= dense_kernels.MOST_ROWS and has_panels(x.dtype, x.shape[1]):
+        if x.shape[0] <= MOST_ROWS and has_panels(x.dtype, x.shape[1]):
             at = [panel_kernels.address_of(weight) for weight in packed]
             ways["panels"] = lambda i: panel_kernels.few_rows(x, at[i], len(weights[i]), None)
     if x.dtype == torch.float32 and torch._C.has_mkl:
         tokens = x.shape[0]
         mkl_packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, tokens) for w in weights]
         ways["mkl"] = lambda i: torch.ops.mkl._mkl_linear(x, mkl_packed[i], weights[i], None, tokens)
-    if x.shape[0] <= dense_kernels.MOST_ROWS and x.shape[1] % dense_kernels.LANES == 0 and dense_kernels.runs():
+    if x.shape[0] <= MOST_ROWS and x.shape[1] % LANES == 0 and dense_kernels.runs():
         ways["numba"] = lambda i: dense_kernels.few_rows(x, weights[i], None)
     return ways
 

@@ -175,3 +175,10 @@ def test_imports_of_others_are_as_always_inside() -> None:
     with lighter_imports():
         exec("from scipy.optimize import linear_sum_assignment", names)
     assert not isinstance(names["linear_sum_assignment"], Later)
+
+
+def test_a_model_family_is_there_without_numba() -> None:
+    """Only a CPU's passes need it, and a GPU's start waits for no import that it does without."""
+    assert run("import sys, slotline.plugins.model_families.transformers_model; print('numba' in sys.modules)") == (
+        "False\n"
+    )

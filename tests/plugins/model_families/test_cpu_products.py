@@ -88,7 +88,7 @@ def test_a_weight_that_is_loaded_anew_is_what_our_kernel_reads() -> None:
 def test_a_layout_that_is_not_as_told_has_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_kernels, "WIDTH", 32)  # as on a processor with panels of other sizes
     assert not panel_kernels.has_panels.__wrapped__(torch.float32)
-    monkeypatch.setattr(cpu_products.panel_kernels, "has_panels", lambda dtype: False)
+    monkeypatch.setattr(cpu_products.panel_kernels(), "has_panels", lambda dtype: False)
     found = cpu_products.times(64, 32, torch.float32)
     assert found["panels"] == [math.inf] * 4
     assert set(judge(FACTS, found).kernels) <= {"onednn", "torch", "numba"}

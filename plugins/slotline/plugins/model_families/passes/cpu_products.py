@@ -21,7 +21,7 @@ from attrs import asdict, frozen
 from torch.nn import functional
 
 from slotline.plugins.model_families.linear_records import CLASSES, FOLDER, LAYOUTS, Record
-from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
+from slotline.plugins.model_families.passes.few_rows import ADD, LANES, MOST_ROWS, dense_kernels, panel_kernels
 from slotline.registry.cache_folder import cache_folder, write_first
 from slotline.registry.processor import processor
 
@@ -86,11 +86,11 @@ def way_for(choice: Choice, out_features: int, in_features: int, dtype: torch.dt
 def has_panels(dtype: torch.dtype, in_features: int) -> bool:
     """Return True if our kernel of few rows reads oneDNN's layout of such weights."""
     even = dtype == torch.float32 or in_features % 2 == 0
-    return even and dense_kernels.runs() and panel_kernels.has_panels(dtype)
+    return even and bool(dense_kernels().runs() and panel_kernels().has_panels(dtype))
 
 
 def _has_kernel(in_features: int) -> bool:
-    return in_features % dense_kernels.LANES == 0 and dense_kernels.runs()
+    return in_features % LANES == 0 and bool(dense_kernels().runs())
 
 
 @cache
@@ -182,10 +182,10 @@ def _candidates(
 ) -> Iterator[tuple[str, Callable[[int], torch.Tensor]]]:
     """Yield each candidate's product with the i-th weight, plus `other`, as residuals are added."""
     yield "onednn", lambda i: _ONEDNN.binary(x, other, packed[i], None, "add")
-    if len(x) <= dense_kernels.MOST_ROWS and has_panels(x.dtype, x.shape[1]):
+    if len(x) <= MOST_ROWS and has_panels(x.dtype, x.shape[1]):
         outputs = other.shape[1]
-        at = [panel_kernels.address_of(weight) for weight in packed]
-        yield "panels", lambda i: panel_kernels.few_rows(x, at[i], outputs, None, other, dense_kernels.ADD)
+        at = [panel_kernels().address_of(weight) for weight in packed]
+        yield "panels", lambda i: panel_kernels().few_rows(x, at[i], outputs, None, other, ADD)
     yield "torch", lambda i: functional.linear(x, weights[i]).add_(other)
-    if len(x) <= dense_kernels.MOST_ROWS and _has_kernel(x.shape[1]):
-        yield "numba", lambda i: dense_kernels.few_rows(x, weights[i], None, other, dense_kernels.ADD)
+    if len(x) <= MOST_ROWS and _has_kernel(x.shape[1]):
+        yield "numba", lambda i: dense_kernels().few_rows(x, weights[i], None, other, ADD)

@@ -24,15 +24,10 @@ from numba.extending import intrinsic
 
 from slotline.kernels.numba_cache import cached_cfunc
 from slotline.kernels.torch_threads import torch_team
+from slotline.plugins.model_families.passes.few_rows import ADD, LANES, MULTIPLY, NOTHING, SWISH
 
-MOST_ROWS = 16
-"""Largest number of rows that the kernel takes."""
-LANES = 16
-"""Input features are a multiple of it."""
 X, WEIGHT, BIAS, OTHER, OUT, ROWS, INPUTS, OUTPUTS, MODE, THREAD_NUM, NUM_THREADS, PLACES = range(12)
 """Places of what a call is told: addresses (0 for none), sizes, what to do last, and functions of OpenMP."""
-NOTHING, ADD, MULTIPLY, SWISH = range(4)
-"""What is done last: nothing, adding or multiplying by OTHER, or the activation of that name."""
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 _FOUR = 4
@@ -263,7 +258,7 @@ def few_rows(
     other: torch.Tensor | None = None,
     mode: int = NOTHING,
 ) -> torch.Tensor:
-    """Multiply x [..., in_features] of at most `MOST_ROWS` rows by a weight [out_features, in_features].
+    """Multiply x [..., in_features] of at most `few_rows.MOST_ROWS` rows by a weight [out_features, in_features].
 
     Args:
         other: [..., out_features], what `mode` adds or multiplies by.

@@ -28,16 +28,8 @@ from torch import nn
 from slotline.kernels.numba_cache import cached_cfunc
 from slotline.kernels.team_program import SIGNATURE, Operation, Program, runs_programs, team_of
 from slotline.plugins.model_families.linear_records import CLASSES
-from slotline.plugins.model_families.passes.dense_kernels import (
-    ADD,
-    MOST_ROWS,
-    MULTIPLY,
-    OTHER,
-    OUT,
-    SWISH,
-    X,
-    ask,
-)
+from slotline.plugins.model_families.passes.dense_kernels import OTHER, OUT, X, ask
+from slotline.plugins.model_families.passes.few_rows import ADD, MOST_ROWS, MULTIPLY, SWISH
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
 from slotline.plugins.model_families.passes.lean_layer import LeanLayer
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, is_untouched
@@ -239,9 +231,7 @@ def why_not(parts: _Parts, rows: int) -> str:
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
-    """Give a tail to every lean layer for which it is equal and faster."""
-    if not target.packs or target.products == "onednn":
-        return ()
+    """Give a tail to every lean layer for which it is equal and faster, on a CPU whose products may be ours."""
     tails, kept = Counter[str](), Counter[str]()
     times: dict[tuple[Any, ...], tuple[tuple[bool, ...], str]] = {}
     for layer in model.modules():

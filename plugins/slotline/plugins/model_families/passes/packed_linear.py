@@ -12,8 +12,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from slotline.plugins.model_families.passes import dense_kernels, panel_kernels
 from slotline.plugins.model_families.passes.cpu_products import ONEDNN, Way
+from slotline.plugins.model_families.passes.few_rows import (
+    ADD,
+    MOST_ROWS,
+    MULTIPLY,
+    NOTHING,
+    SWISH,
+    dense_kernels,
+    panel_kernels,
+)
 from slotline.plugins.model_families.passes.target import Target, slots
 
 PACKED_FOR_TOKENS = 16
@@ -57,7 +65,7 @@ class PackedLinear(nn.Module):
         self.way = way
         self._plain = way.layout == "plain"
         self._own = self._plain or "panels" in way.kernels
-        self._few = [way.kernel(rows) for rows in range(dense_kernels.MOST_ROWS + 1)]
+        self._few = [way.kernel(rows) for rows in range(MOST_ROWS + 1)]
         self._placed: torch.Tensor | None = None  # the tensor whose address is known
         self._panels = 0
         self._room: object = None
@@ -87,21 +95,21 @@ class PackedLinear(nn.Module):
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return the output for x, added to a residual of the output's shape as the product's last step."""
-        if self._own and (own := self._product(x, residual, dense_kernels.ADD)) is not None:
+        if self._own and (own := self._product(x, residual, ADD)) is not None:
             return own
         result: torch.Tensor = _linear_binary(x, residual, self._buffers["packed"], self._parameters["bias"], "add")
         return result
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return the output for x, multiplied by another tensor of the output's shape as the product's last step."""
-        if self._own and (own := self._product(x, other, dense_kernels.MULTIPLY)) is not None:
+        if self._own and (own := self._product(x, other, MULTIPLY)) is not None:
             return own
         result: torch.Tensor = _linear_binary(x, other, self._buffers["packed"], self._parameters["bias"], "mul")
         return result
 
     def activated(self, x: torch.Tensor, operation: str, algorithm: str) -> torch.Tensor:
         """Return an activation of the output for x, by oneDNN's names, as the product's last step."""
-        if self._own and operation == "swish" and (own := self._product(x, None, dense_kernels.SWISH)) is not None:
+        if self._own and operation == "swish" and (own := self._product(x, None, SWISH)) is not None:
             return own
         if not self._plain:
             weight, bias = self._buffers["packed"], self._parameters["bias"]
@@ -116,37 +124,35 @@ class PackedLinear(nn.Module):
         None where the product is a library's, or takes its input in another dtype.
         """
         weight, narrow = self._buffers["packed"], self.packed.dtype == torch.bfloat16
-        kernel = self._few[rows] if self._own and 0 < rows <= dense_kernels.MOST_ROWS else ""
-        if kernel == "panels" and (not narrow or dense_kernels.adds_pairs()):
-            found = panel_kernels.compile_product(narrow=narrow, paired=narrow)
-            return found.address, panel_kernels.address_of(weight)  # type: ignore[arg-type]
-        if kernel == "numba" and (not narrow or dense_kernels.takes_pairs(self.in_features)):
-            found = dense_kernels.compile_product(narrow=narrow, paired=narrow)
+        kernel = self._few[rows] if self._own and 0 < rows <= MOST_ROWS else ""
+        if kernel == "panels" and (not narrow or dense_kernels().adds_pairs()):
+            found = panel_kernels().compile_product(narrow=narrow, paired=narrow)
+            return found.address, panel_kernels().address_of(weight)
+        if kernel == "numba" and (not narrow or dense_kernels().takes_pairs(self.in_features)):
+            found = dense_kernels().compile_product(narrow=narrow, paired=narrow)
             return found.address, weight.data_ptr()  # type: ignore[union-attr]
         return None
 
-    def _product(
-        self, x: torch.Tensor, other: torch.Tensor | None = None, mode: int = dense_kernels.NOTHING
-    ) -> torch.Tensor | None:
+    def _product(self, x: torch.Tensor, other: torch.Tensor | None = None, mode: int = NOTHING) -> torch.Tensor | None:
         """Return the output for x with what is done last, None where that is oneDNN's to compute."""
         weight, bias = self._buffers["packed"], self._parameters["bias"]
         rows = x.numel() // self.in_features
-        if 0 < rows <= dense_kernels.MOST_ROWS and x.dtype == weight.dtype:  # type: ignore[union-attr]
+        if 0 < rows <= MOST_ROWS and x.dtype == weight.dtype:  # type: ignore[union-attr]
             kernel = self._few[rows]
             if kernel == "panels":
                 if self._placed is not weight:
-                    self._placed, self._panels = weight, panel_kernels.address_of(weight)  # type: ignore[arg-type]
-                return panel_kernels.few_rows(x, self._panels, self.out_features, bias, other, mode)
+                    self._placed, self._panels = weight, panel_kernels().address_of(weight)
+                return panel_kernels().few_rows(x, self._panels, self.out_features, bias, other, mode)  # type: ignore[no-any-return]
             if kernel == "numba":
-                return dense_kernels.few_rows(x, weight, bias, other, mode)  # type: ignore[arg-type]
+                return dense_kernels().few_rows(x, weight, bias, other, mode)  # type: ignore[no-any-return]
         if not self._plain:
             return None
         product = functional.linear(x, weight, bias)  # type: ignore[arg-type]
-        if mode == dense_kernels.ADD:
+        if mode == ADD:
             return product.add_(other)  # type: ignore[arg-type]
-        if mode == dense_kernels.MULTIPLY:
+        if mode == MULTIPLY:
             return product.mul_(other)  # type: ignore[arg-type]
-        return functional.silu(product, inplace=True) if mode == dense_kernels.SWISH else product
+        return functional.silu(product, inplace=True) if mode == SWISH else product
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

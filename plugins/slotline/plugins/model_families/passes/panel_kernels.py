@@ -24,15 +24,11 @@ from numba.extending import intrinsic
 from slotline.kernels.exponential import exp
 from slotline.kernels.numba_cache import cached_cfunc
 from slotline.plugins.model_families.passes.dense_kernels import (
-    ADD,
     BIAS,
     CALL,
     FAST,
     INPUTS,
-    LANES,
     MODE,
-    MULTIPLY,
-    NOTHING,
     NUM_THREADS,
     OTHER,
     OUT,
@@ -40,7 +36,6 @@ from slotline.plugins.model_families.passes.dense_kernels import (
     PLACES,
     ROWS,
     SIGNATURE,
-    SWISH,
     THREAD_NUM,
     WEIGHT,
     X,
@@ -52,6 +47,7 @@ from slotline.plugins.model_families.passes.dense_kernels import (
     run_product,
     widened,
 )
+from slotline.plugins.model_families.passes.few_rows import ADD, LANES, MULTIPLY, NOTHING, SWISH
 
 WIDTH = 64
 """Outputs of a panel."""
@@ -225,7 +221,7 @@ def few_rows(
     other: torch.Tensor | None = None,
     mode: int = NOTHING,
 ) -> torch.Tensor:
-    """Multiply x [..., in_features] of at most `dense_kernels.MOST_ROWS` rows by a weight in oneDNN's layout.
+    """Multiply x [..., in_features] of at most `few_rows.MOST_ROWS` rows by a weight in oneDNN's layout.
 
     Args:
         panels: address of the weight, see `address_of`.

@@ -10,12 +10,12 @@ from torch import nn
 
 from slotline.plugins.model_families.passes import (
     activated_linear,
+    cpu_tail,
     gated_attention,
     gated_mlp,
     gated_norm,
     huge_pages,
     invariant_linear,
-    layer_tail,
     lean_attention,
     lean_head,
     lean_layer,
@@ -47,7 +47,7 @@ PASSES = (
     gated_attention.apply,
     lean_mlp.apply,
     lean_layer.apply,
-    layer_tail.apply,
+    cpu_tail.apply,
 )
 
 
