@@ -220,6 +220,20 @@ def test_launches_that_lack_a_kernel_are_left_out_for_the_thread_that_asks_alone
     assert "all of it" in done.stdout
 
 
+def test_triton_hashes_itself_while_the_compiler_waits_for_kernels() -> None:
+    from triton.runtime.cache import triton_key
+
+    compiling.hash_ahead.cache_clear()
+    TritonCompiler("cuda")
+    thread = compiling.hash_ahead()
+    assert thread is not None
+    thread.join(60)
+    before = triton_key.cache_info()
+    triton_key()
+    assert (triton_key.cache_info().hits, triton_key.cache_info().misses) == (before.hits + 1, before.misses)
+    assert before.misses > 0
+
+
 def test_without_triton_nothing_is_noted() -> None:
     script = """
 import sys

@@ -18,8 +18,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from threading import Lock, get_ident
+from contextlib import contextmanager, suppress
+from functools import cache
+from threading import Lock, Thread, get_ident
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
@@ -101,6 +102,21 @@ class Compiled:
     def count(self) -> int:
         """Number of newly compiled kernels: not found in this process or in Triton's cache on disk."""
         return sum(not kernel.on_disk for kernel in self.kernels)
+
+
+@cache
+def hash_ahead() -> Thread | None:
+    """Have Triton hash its own half a gigabyte in a thread, which the first kernel would wait for, and return that.
+
+    None without Triton, or where it hashes itself in another way.
+    """
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        thread = Thread(target=triton_key, name="slotline-triton-key", daemon=True)  # an end waits for no answer
+        thread.start()
+        return thread
+    return None
 
 
 def _knobs() -> Any:

@@ -62,6 +62,7 @@ class TritonCompiler:
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
+        compiling.hash_ahead()
 
     def listen(self) -> None:
         """Listen to Triton, if it is loaded."""
