@@ -72,6 +72,16 @@ def test_a_prefix_is_computed_once_and_kept_once(waiting: LLM, greedy: Greedy, t
     assert [list(r.output_token_ids) for r in requests] == [greedy(tiny("llama"), prompt, 20) for prompt in PROMPTS]
 
 
+def test_the_next_step_already_shares_what_is_being_computed(waiting: LLM) -> None:
+    requests = add(waiting, PROMPTS)
+    waiting.engine.step()
+    assert [request.row >= 0 for request in requests] == [True, False, False, False]
+    waiting.engine.step()
+    assert all(request.row >= 0 for request in requests)
+    assert len({held[0] for held in blocks_held(waiting, requests)}) == 1
+    run(waiting)
+
+
 @pytest.mark.parametrize("wait", [0, 36])
 def test_fewer_tokens_than_the_configured_are_not_waited_for(wait: int, tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), block_size=BLOCK, **{"cache.prefix_wait": wait})

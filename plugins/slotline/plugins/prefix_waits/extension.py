@@ -1,32 +1,36 @@
 """Extension of a plan with prefix caching: a prefix that a running request computes is not computed twice.
 
-Blocks become findable once their step is done. Requests that share a prefix and arrive together would each compute it,
-and keep a copy of it. So the first of them goes ahead, and the others join when they find its blocks.
+Requests that share a prefix and arrive together would each compute it, and keep a copy of it. So the first of them goes
+ahead, and the others join when they find its blocks. That is once its step is done; or once it is launched, where the
+next step is prepared meanwhile and runs behind it.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from attrs import frozen
+from attrs import define
 
 from slotline.builder.parts import Parts
 from slotline.core.batch.request import Request, Status
+from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.block_hashes import extend_hashes, hash_sizes
 from slotline.registry.contracts import BlockHash, ExtensionContext
 
 
-@frozen(eq=False)
+@define(eq=False)
 class _Owner:
     """A running request that computes its prompt.
 
     Attributes:
         hashes: of the pieces that it computes.
         num_known: tokens that were known when it was admitted. Once there are more, all pieces are computed.
+        num_findable: pieces from the start on whose blocks can be found.
     """
 
     request: Request
     hashes: tuple[BlockHash, ...]
     num_known: int
+    num_findable: int
 
 
 class PrefixWaits:
@@ -43,6 +47,14 @@ class PrefixWaits:
         self._piece, self._unit = hash_sizes(parts.groups, 1)
         kept = [group for group in parts.groups if not group.frees_early]  # others lose the blocks of a prefix early
         self._group = (kept or list(parts.groups))[0]
+        self._groups = parts.groups
+        # What is launched runs in order on one rank. A connector would copy blocks as soon as they can be found.
+        self._at_launch = (
+            parts.last_tokens is not None
+            and parts.planned.place.layout.replica_size == 1
+            and not parts.planned.loaded.config.kv_connector.name
+            and len(kept) == len(parts.groups)
+        )
         self._fewest = parts.planned.loaded.config.cache.prefix_wait
         self._owners: dict[int, _Owner] = {}  # by row
         self._coming: dict[BlockHash, int] = {}  # row of the request that computes a piece
@@ -65,8 +77,20 @@ class PrefixWaits:
         hashes = request.block_hashes[computed // self._piece : self._pieces(known)]
         own = tuple(one for one in hashes if self._owner(one) is None)
         if own:
-            self._owners[request.row] = _Owner(request, own, known)
+            self._owners[request.row] = _Owner(request, own, known, computed // self._piece)
             self._coming.update(dict.fromkeys(own, request.row))
+
+    def launched(self, scheduled: SchedulerOutput) -> None:
+        """Let others find what the launched step computes of the owners' prompts: their steps run behind it."""
+        for row in self._owners.keys() & scheduled.rows.tolist() if self._at_launch else ():
+            owner = self._owners[row]
+            hashes = owner.request.block_hashes
+            count = min(int(self._rows.num_computed_tokens[row]) // self._piece, len(hashes))
+            for group in self._groups:
+                step = group.block_size // self._piece
+                first, end = owner.num_findable // step, count // step
+                self._pool.remember(group.index, group.blocks[row][first:end], hashes[step - 1 :: step][first:end])
+            owner.num_findable = max(count, owner.num_findable)
 
     def unschedule(self, request: Request) -> None:
         """Forget what a request was going to compute."""
