@@ -126,16 +126,17 @@ def built(name: str, tokenizer: Any, requests: int) -> Any:
 
 def structured_outputs(name: str, backend: Any, tokenizer: Any, requests: int, *, keep: bool) -> StructuredOutputs:
     """Return the extension without an engine."""
-    ends = (tokenizer.eos_token_id,)
+    ends, capabilities = (tokenizer.eos_token_id,), subject_of(f"structured_output:{name}").descriptor.capabilities
+    forces = not capabilities.every_tokenization
     compiler = GrammarCompiler(
         lambda: backend,
         threads=1,
         capacity=8,
-        cache_of=(lambda plugin: MaskCache(plugin.token_text, ends)) if keep else None,
+        cache_of=(lambda plugin: MaskCache(plugin.token_text, ends, forces=forces)) if keep else None,
     )
     return StructuredOutputs(
         name,
-        subject_of(f"structured_output:{name}").descriptor.capabilities,
+        capabilities,
         compiler,
         RequestTable(requests, 8),
         vocab_size=len(tokenizer),

@@ -11,6 +11,7 @@ from structured_texts import EOS, Texts, tokenizer
 
 from slotline.core import StructuredOutputsParams
 from slotline.plugins.structured_output.mask_cache import CachedGrammar, Form, MaskCache
+from slotline.testing.subject import subject_of
 
 WORDS = -(-len(tokenizer()) // 32)
 
@@ -31,7 +32,8 @@ class Pair:
     def __init__(self, plugin: str, form: Form | None = None, **wanted: Any) -> None:
         self.backend = texts_of(plugin).backend
         compiled = texts_of(plugin).compiled(**wanted)
-        self.cache = MaskCache(self.backend.token_text, EOS)
+        every = subject_of(f"structured_output:{plugin}").capabilities.every_tokenization
+        self.cache = MaskCache(self.backend.token_text, EOS, forces=not every)
         self.grammar = CachedGrammar(compiled, StructuredOutputsParams(**wanted).constraint, self.cache)
         self.grammar._form = form or self.grammar._form
         self.found = self.asked = 0

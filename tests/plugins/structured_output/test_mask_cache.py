@@ -162,3 +162,17 @@ def test_an_end_with_text_of_its_own_is_never_passed() -> None:
     assert state.accept([*tokens_of("a"), newline]) == 1
     assert state.accept(tokens_of("b")) == 1
     assert state.finished
+
+
+def test_masks_of_text_that_must_come_are_asked_for_once_unless_they_may_hang_on_the_last_token() -> None:
+    asked = {}
+    for plugin in ("llguidance", "xgrammar"):
+        pair = Pair(plugin, regex=r"\d{3}\] ok;")
+        for digit in "0123456789":
+            state = pair.grammar.start(pair.backend)
+            state.accept(tokens_of(f"12{digit}"))
+            if state.kept_mask() is None:
+                pair.asked += 1
+                state.keep([], pair.filled(state.current(), []))
+        asked[plugin] = pair.asked
+    assert asked == {"llguidance": 10, "xgrammar": 1}

@@ -8,7 +8,12 @@ from slotline.builder.parts import Parts
 from slotline.plugins.structured_output.extension import StructuredOutputs
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.plugins.structured_output.mask_cache import MaskCache
-from slotline.registry.contracts import ExtensionContext, StructuredOutput, StructuredOutputContext
+from slotline.registry.contracts import (
+    ExtensionContext,
+    StructuredOutput,
+    StructuredOutputCapabilities,
+    StructuredOutputContext,
+)
 from slotline.registry.loading import bind_contract
 
 
@@ -36,9 +41,10 @@ def build(context: ExtensionContext) -> StructuredOutputs | None:
     )
 
     def cache_of(backend: StructuredOutput) -> MaskCache:
-        return MaskCache(backend.token_text, eos_token_ids)
+        return MaskCache(backend.token_text, eos_token_ids, forces=not capabilities.every_tokenization)
 
-    keeps = descriptor.capabilities.reusable_masks and config.structured_output.keep_masks
+    capabilities: StructuredOutputCapabilities = descriptor.capabilities
+    keeps = capabilities.reusable_masks and config.structured_output.keep_masks
     compiler = GrammarCompiler(
         partial(planned.registry.build, descriptor, own),
         threads=config.structured_output.compile_threads,
@@ -49,7 +55,7 @@ def build(context: ExtensionContext) -> StructuredOutputs | None:
         compiler.build()
     return StructuredOutputs(
         descriptor.name,
-        descriptor.capabilities,
+        capabilities,
         compiler,
         parts.rows,
         vocab_size=context.vocab_size,

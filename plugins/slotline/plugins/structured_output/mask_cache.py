@@ -89,9 +89,11 @@ class KeptMask:
 
     Attributes:
         leaves: whether it allows a token.
+        may_force: whether it may hang on the last token, see `MaskCache.may_force`.
     """
 
     words: Int32
+    may_force: bool = False
     leaves: bool = field(init=False)
     _endless: KeptMask | None = field(default=None, init=False)
 
@@ -131,13 +133,15 @@ class MaskCache:
     Args:
         text_of: returns the text of a token.
         eos_token_ids: are never passed in a text.
+        forces: whether masks of text that must come may hang on the last token.
     """
 
-    def __init__(self, text_of: Callable[[int], bytes], eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, text_of: Callable[[int], bytes], eos_token_ids: Sequence[int], *, forces: bool = True) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._forces = forces
         self._text_of = text_of
         self._texts: dict[int, bytes] = {}
-        self._masks: dict[int, list[KeptMask]] = {}
+        self._masks: dict[bytes, KeptMask] = {}
         self._num_bytes = 0
 
     def text(self, token_id: int) -> bytes:
@@ -149,16 +153,15 @@ class MaskCache:
 
     def kept(self, words: Int32) -> KeptMask:
         """Return a mask equal to `words` [words]."""
-        digest = int(words.sum(dtype=np.int64))
-        for mask in self._masks.get(digest, ()):
-            if np.array_equal(mask.words, words):
-                return mask
-        if self._num_bytes > _MOST_BYTES:
-            self._masks.clear()
-            self._num_bytes = 0
-        mask = KeptMask(words.copy())
-        self._masks.setdefault(digest, []).append(mask)
-        self._num_bytes += words.nbytes
+        key = words.tobytes()
+        mask = self._masks.get(key)
+        if mask is None:
+            if self._num_bytes > _MOST_BYTES:
+                self._masks.clear()
+                self._num_bytes = 0
+            own = np.frombuffer(key, np.int32)
+            mask = self._masks[key] = KeptMask(own, self._forces and self.may_force(own))
+            self._num_bytes += len(key)
         return mask
 
     def may_force(self, words: Int32) -> bool:
@@ -319,7 +322,7 @@ class CachedState:
             if node is None:
                 return
             mask = cache.kept(own)
-            if cache.may_force(own):
+            if mask.may_force:
                 node.masks[last] = mask
             else:
                 node.mask = mask

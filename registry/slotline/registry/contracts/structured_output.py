@@ -191,6 +191,8 @@ class StructuredOutputCapabilities:
         reusable_masks: whether two states of a grammar whose texts can be continued alike have the same mask, unless
             everything that may follow begins with the same byte. Then it may also hang on the last token. The core
             keeps masks of plugins that say so, and asks for fewer.
+        every_tokenization: whether masks allow every tokenization of what may follow, so that they never hang on the
+            last token. The core then keeps one mask for all last tokens.
     """
 
     constraints: Set[str]
@@ -198,6 +200,7 @@ class StructuredOutputCapabilities:
     priority: int = 0
     priority_reason: str = ""
     reusable_masks: bool = False
+    every_tokenization: bool = False
 
 
 @frozen(kw_only=True)

@@ -264,7 +264,38 @@ class ReusableByPlace(Reusable):
         return RemembersTokens(self, grammar)
 
 
+class ForcesByLastToken(ChoiceState):
+    """Behind a token of one byte, allows no token of several bytes of text that must come."""
+
+    several = True
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        begin, taken = self.begin, super().accept(token_ids)
+        self.several = self.begin != begin + 1
+        return taken
+
+    def copy(self) -> ForcesByLastToken:
+        copied = ForcesByLastToken(self.backend, self.left, self.begin)
+        copied.several = self.several
+        return copied
+
+    def legal(self) -> list[int]:
+        every = super().legal()
+        texts = [self.backend.tokens[token] or b"" for token in every]
+        if self.several or len({text[:1] for text in texts}) > 1:
+            return every
+        return [token for token, text in zip(every, texts, strict=True) if len(text) < 2]
+
+
+class ReusableButForced(Reusable):
+    """Declares that masks allow every tokenization, but not of text that must come."""
+
+    def start(self, grammar: Choices) -> GrammarState:
+        return ForcesByLastToken(self, grammar)
+
+
 _REUSABLE = attrs.evolve(descriptor.capabilities, reusable_masks=True)
+_EVERY = attrs.evolve(_REUSABLE, every_tokenization=True)
 
 
 MUTANTS = (
@@ -297,6 +328,13 @@ MUTANTS = (
     ),
     _mutant(
         "masks-by-place", "masks hang on what came before", Level.NUMERICS, ReusableByPlace, capabilities=_REUSABLE
+    ),
+    _mutant(
+        "forced-by-token",
+        "forced text hangs on the last token",
+        Level.NUMERICS,
+        ReusableButForced,
+        capabilities=_EVERY,
     ),
     _mutant(
         "kinds-in-a-list",
@@ -336,6 +374,10 @@ CORRECT = (
     Correct(
         "one whose masks can be used again",
         attrs.evolve(descriptor, name="reusable", factory=Reusable, capabilities=_REUSABLE),
+    ),
+    Correct(
+        "one whose masks never hang on the last token",
+        attrs.evolve(descriptor, name="every", factory=Reusable, capabilities=_EVERY),
     ),
     Correct("one that forces nothing", attrs.evolve(descriptor, name="silent", factory=_starting(Silent))),
 )

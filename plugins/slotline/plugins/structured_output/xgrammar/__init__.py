@@ -43,6 +43,7 @@ descriptor = Descriptor(
     capabilities=StructuredOutputCapabilities(
         constraints=Set(CONSTRAINTS),
         reusable_masks=True,
+        every_tokenization=True,
         priority=10,
         priority_reason="its masks are mostly made when a grammar is compiled",
     ),
