@@ -359,7 +359,7 @@ def logits() -> None:
                 num_prompt_tokens=np.array(lens),
                 draft_token_ids=None if num_drafts is None else np.zeros((n, num_drafts), np.int64),
             )
-            counts.apply(x, batch, np.ones((3, n), np.float32))
+            counts.apply(x, batch, np.ones((3, 2 * max(COUNTS)), np.float32))
 
 
 def report(kind: str, *limits: str) -> None:

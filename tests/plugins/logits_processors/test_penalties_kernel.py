@@ -86,7 +86,9 @@ def test_every_draft_position_of_a_row_has_a_row_of_logits_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("little_room")
-def test_lists_grow_with_the_distinct_tokens_of_the_longest() -> None:
+@pytest.mark.parametrize("few", [0, 1024])
+def test_lists_grow_with_the_distinct_tokens_of_the_longest(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr(device_counts, "_FEW", few)
     both, one = Both(), Asked({"repetition_penalty": 1.5}, [4, 5], [], [])
     both.admit(0, one)
     sizes = []
@@ -108,6 +110,26 @@ def test_rows_with_many_new_tokens_and_few_are_counted_alike(monkeypatch: pytest
         one = longer(one, [token % VOCAB_SIZE for token in range(step, step + count)], [])
         others = [longer(each, [5], []) for each in others]
         both.agree(batch_of([*others, one], [1, 2, 0]), step)
+
+
+def test_steps_of_the_same_rows_and_others_between_them_are_counted_alike() -> None:
+    both, rows = Both(), [2, 0, 3]
+    asked = [Asked({"frequency_penalty": 0.5, "repetition_penalty": 1.1 + row}, [row, 4], [], []) for row in rows]
+    for row, one in zip(rows, asked, strict=True):
+        both.admit(row, one)
+    again = []
+    for step in range(14):
+        more, drafts = [step % 7] * (2 if step in (4, 9) else 1), [5] * (step == 11)
+        asked = [longer(one, more, drafts) for one in asked]
+        if step == 7:
+            asked[1] = Asked({"frequency_penalty": -1.5}, list(range(len(asked[1].prompt + asked[1].output))), [], [])
+            both.admit(0, asked[1])
+        before = both.counted._counts._last
+        both.agree(batch_of(asked, rows), step)
+        again.append(before is not None and before is both.counted._counts._last)
+        if step == 2:
+            both.agree(batch_of(asked, rows), step)  # as after another processor's failure
+    assert [step for step, same in enumerate(again) if same] == [2, 6, 13]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
-from slotline.kernels.triton_launcher import Launcher, cdiv, next_power_of_2
+from slotline.kernels.triton_launcher import Launch, Launcher, cdiv, next_power_of_2
 from slotline.plugins.logits_processors.penalties import kernels
 from slotline.registry.contracts import LogitsBatch
 
@@ -22,6 +23,9 @@ _NEWS_BLOCK = 1024
 _LEAST_CAPACITY = 1024
 _MOST_ADDED = 32
 """New tokens of a row that are looked for in its list one by one. With more the list is written anew."""
+
+_FEW = 1024
+"""With fewer tokens it is faster to sort them than to look through marks of the vocabulary."""
 
 _take_news, _penalise = Launcher(kernels.take_news), Launcher(kernels.penalise)
 
@@ -59,39 +63,78 @@ class DeviceCounts:
         self._most = np.zeros(max_requests, np.int64)  # entries of a row at most
         self._entries = torch.empty(max_requests, 0, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._marks = np.zeros(vocab_size, bool)  # all False between calls
         self._sent = torch.empty(0, dtype=torch.int32, device=device)
         self._beside = _Beside.of(self._device) if self._device.type == "cuda" else None
+        self._last: _Step | None = None
 
     def forget(self, row: int) -> None:
         """Forget a row, which another request took."""
         self._stale[row] = True
+        self._last = None
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch, penalties: Float32) -> torch.Tensor:
-        """Penalise [n, vocab_size] float32 logits in place by `penalties` [3, n]: presence, frequency, repetition."""
-        n, drafts = len(batch.rows), batch.draft_token_ids
-        if drafts is None:
-            drafts = np.zeros((n, 0), np.int64)
-        wanted = np.zeros((n, 8), np.int32)
-        wanted[:, 0], wanted[:, 1:4], wanted[:, 4] = batch.rows, penalties.view(np.int32).T, batch.draft_positions
-        news = self._news(batch)
-        with nullcontext() if self._beside is None else self._beside.scope():
-            on_device, values, news_on_device, their_drafts = self._send(wanted, news.values, news.lists, drafts)
-            self._reserve(news.longest * 5 // 4)
-            tables = (self._entries, self._lengths, self._entries.shape[1])
-            if len(news.lists):
-                _take_news((len(news.lists),), news_on_device, values, *tables, self._vocab_size, _NEWS_BLOCK)
-        self._seen[news.rows], self._most[news.rows], self._stale[news.rows] = news.known, news.most, False
-        if self._beside is not None:
-            self._beside.join()
+        """Penalise [n, vocab_size] float32 logits in place.
+
+        Args:
+            penalties: presence, frequency and repetition [3, max_requests], which change only for rows to forget.
+        """
+        drafts, last = batch.draft_token_ids, self._last
+        self._last = None  # if this fails
+        if last is not None and drafts is None and last.precedes(batch, self._entries.shape[1]):
+            self._count_one_more(last, batch)
+        else:
+            last = self._count(batch, penalties)
+        num_drafts = 0 if drafts is None else drafts.shape[1]
         _penalise(
-            (n, cdiv(int(news.most.max(initial=1)), _BLOCK)),
-            *(logits, logits.stride(0), on_device, their_drafts, drafts.shape[1], *tables, self._vocab_size),
-            *(_BLOCK, max(16, next_power_of_2(drafts.shape[1]))),
+            (len(batch.rows), cdiv(last.most, _BLOCK)),
+            *(logits, logits.stride(0), last.sent.wanted, last.sent.drafts, num_drafts),
+            *(self._entries, self._lengths, self._entries.shape[1], self._vocab_size),
+            *(_BLOCK, max(16, next_power_of_2(num_drafts))),
             enable_fp_fusion=False,  # so that a CPU gives the same bits
         )
         if self._beside is not None:
             self._beside.release()
+        self._last = last
         return logits
+
+    def _count(self, batch: LogitsBatch, penalties: Float32) -> _Step:
+        """Send what a step needs, and count its new tokens."""
+        wanted = np.zeros((len(batch.rows), 8), np.int32)
+        wanted[:, 0], wanted[:, 4] = batch.rows, batch.draft_positions
+        wanted[:, 1:4] = penalties[:, batch.rows].view(np.int32).T
+        drafts = np.zeros(0, np.int64) if batch.draft_token_ids is None else batch.draft_token_ids
+        news = self._news(batch)
+        with self._beside or nullcontext():
+            sent = _Sent(*self._send(wanted, news.values, news.lists, drafts))
+            self._reserve(news.longest * 5 // 4)
+            alike = news.one_each and batch.draft_token_ids is None and len(news.rows) == len(batch.rows)
+            most = int(news.most.max(initial=1))
+            step = _Step(batch.rows.copy(), batch.num_tokens.copy(), news.rows, news.known, most, alike, sent)
+            if len(news.lists):
+                self._launch(step, len(news.lists))()
+        self._seen[news.rows], self._most[news.rows], self._stale[news.rows] = news.known, news.most, False
+        return step
+
+    def _count_one_more(self, step: _Step, batch: LogitsBatch) -> None:
+        """Count one new token for each row of a step, and make it the next one. All else is on the device."""
+        n, tokens = len(step.unique), batch.token_table[step.unique, step.known]
+        flat = torch.empty(n, dtype=torch.int32, pin_memory=self._beside is not None)
+        flat.numpy()[:] = tokens
+        with self._beside or nullcontext():
+            step.sent.values[:n].copy_(flat, non_blocking=True)
+            if step.launch is None:
+                step.launch = self._launch(step, n).prepared()
+            else:
+                step.launch()
+        step.num_tokens, step.known, step.most = step.num_tokens + 1, step.known + 1, step.most + 1
+        self._seen[step.unique] = step.known
+        self._most[step.unique] += 1
+
+    def _launch(self, step: _Step, num_lists: int) -> Launch:
+        """Return the launch that counts a step's new tokens."""
+        tables = (self._entries, self._lengths, self._entries.shape[1], self._vocab_size)
+        return Launch(_take_news, (num_lists,), (step.sent.lists, step.sent.values, *tables, _NEWS_BLOCK), {})
 
     def _news(self, batch: LogitsBatch) -> _News:
         """Return what the lists have to be told."""
@@ -102,7 +145,8 @@ class DeviceCounts:
         anew |= most > self._entries.shape[1]  # if tokens recurred, there is room for more
         more[anew] = 0
         starts = np.cumsum(more) - more
-        if (more == 1).all():  # as in all but a request's first step
+        one_each = bool((more == 1).all())  # as in all but a request's first step
+        if one_each:
             values = batch.token_table[rows, seen]
         else:
             places = np.arange(int(more.sum())) + np.repeat(seen - starts, more)
@@ -120,12 +164,18 @@ class DeviceCounts:
                 start += 2 * len(tokens)
                 most[i] = len(tokens)
             values, lists = np.concatenate(parts), np.concatenate([lists, np.array(whole, np.int32)])
-        return _News(rows, known, most, lists, values, int(most[anew].max(initial=0)))
+        return _News(rows, known, most, lists, values, int(most[anew].max(initial=0)), one_each)
 
     def _counted(self, tokens: npt.NDArray[np.int32], num_prompt: int) -> tuple[npt.NDArray[np.int32], Int]:
         """Return the distinct tokens of a row, and how often each stands behind the prompt."""
         inside = (tokens >= 0) & (tokens < self._vocab_size)
-        distinct = np.unique(tokens[inside])
+        known = tokens[inside]
+        if len(known) < _FEW:
+            distinct = np.unique(known)
+        else:
+            self._marks[known] = True
+            distinct = np.flatnonzero(self._marks).astype(np.int32)
+            self._marks[distinct] = False
         output = tokens[num_prompt:][inside[num_prompt:]]
         return distinct, np.bincount(np.searchsorted(distinct, output), minlength=len(distinct))
 
@@ -160,34 +210,69 @@ class _News(NamedTuple):
     lists: npt.NDArray[np.int32]  # [m, 4], see `take_news`
     values: npt.NDArray[Any]
     longest: int  # entries of the longest list that is written anew
+    one_each: bool  # whether each row has one new token
+
+
+class _Sent(NamedTuple):
+    """What a step sent to the device, as int32: see `penalise` and `take_news`."""
+
+    wanted: torch.Tensor
+    values: torch.Tensor
+    lists: torch.Tensor
+    drafts: torch.Tensor
+
+
+@define(eq=False)
+class _Step:
+    """A step, and what it sent to the device."""
+
+    rows: Int  # [n]
+    num_tokens: Int  # [n]
+    unique: Int  # distinct rows
+    known: Int  # their numbers of tokens
+    most: int  # entries of a row at most
+    one_each: bool  # whether each row had one new token and no drafts, and occurred once
+    sent: _Sent
+    launch: Callable[[], None] | None = None
+
+    def precedes(self, batch: LogitsBatch, capacity: int) -> bool:
+        """Return whether a batch without drafts needs only one more token counted for each row, and has the room."""
+        same = self.one_each and self.most < capacity and np.array_equal(self.rows, batch.rows)
+        return same and np.array_equal(self.num_tokens + 1, batch.num_tokens)
 
 
 @define(eq=False)
 class _Beside:
-    """A stream beside the one that logits are in."""
+    """A stream beside the one that logits are in, and the current one in its context.
+
+    It waits until the lists are no longer read. The logits' stream waits for what it is told.
+    """
 
     stream: Any
+    logits: Any
     counted: Any
     penalised: Any
 
     @classmethod
     def of(cls, device: torch.device) -> _Beside:
         """Create the stream. It waits for what the current one is told by now."""
-        made = cls(torch.cuda.Stream(device), torch.cuda.Event(), torch.cuda.Event())
+        logits = torch.cuda.current_stream(device)
+        made = cls(torch.cuda.Stream(device), logits, torch.cuda.Event(), torch.cuda.Event())
         made.release()
         return made
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """Make the stream the current one. It waits until the lists are no longer read."""
+    def __enter__(self) -> None:
+        """Make the stream the current one."""
+        self.logits = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_event(self.penalised)
-        scope: AbstractContextManager[Any] = torch.cuda.stream(self.stream)
-        return scope
+        torch.cuda.set_stream(self.stream)
 
-    def join(self) -> None:
-        """Let the current stream wait for the lists."""
+    def __exit__(self, *_: object) -> None:
+        """Go back to the logits' stream, which waits."""
+        torch.cuda.set_stream(self.logits)
         self.counted.record(self.stream)
-        torch.cuda.current_stream(self.stream.device).wait_event(self.counted)
+        self.logits.wait_event(self.counted)
 
     def release(self) -> None:
-        """Note that the lists are read no longer when the current stream has got this far."""
-        self.penalised.record(torch.cuda.current_stream(self.stream.device))
+        """Note that the lists are read no longer when the logits' stream has got this far."""
+        self.penalised.record(self.logits)

@@ -28,9 +28,9 @@ class Penalties:
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
-        self._presence = np.zeros(context.max_requests, np.float32)
-        self._frequency = np.zeros(context.max_requests, np.float32)
-        self._repetition = np.ones(context.max_requests, np.float32)
+        self._penalties = np.zeros((3, context.max_requests), np.float32)
+        self._presence, self._frequency, self._repetition = self._penalties
+        self._repetition[:] = 1
         self._counts: DeviceCounts | None = None
         if context.device.startswith("cuda") and has_triton():
             from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts, warm_up
@@ -53,8 +53,7 @@ class Penalties:
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Penalise [n, vocab_size] logits in place, only for tokens in the history."""
         if self._counts is not None:
-            penalties = np.stack([values[batch.rows] for values in (self._presence, self._frequency, self._repetition)])
-            return self._counts.apply(logits, batch, penalties)
+            return self._counts.apply(logits, batch, self._penalties)
         if (self._repetition[batch.rows] != 1).any():
             ids, inside = self._history(batch, np.zeros_like(batch.num_tokens), logits.device)
             factor = torch.where(inside.any(1, keepdim=True), _column(self._repetition, batch, logits), 1)
