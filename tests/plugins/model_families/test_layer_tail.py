@@ -10,8 +10,10 @@ import torch
 import transformers
 
 from slotline.kernels.team_program import Operation, Program, runs_programs, team_of
+from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.passes import dense_kernels, layer_tail
 from slotline.plugins.model_families.passes.cpu_products import Way
+from slotline.plugins.model_families.passes.layer_link import Projected
 from slotline.plugins.model_families.passes.layer_tail import LayerTail
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear
 from slotline.plugins.model_families.passes.pipeline import optimize
@@ -72,27 +74,41 @@ def test_one_call_gives_the_numbers_of_separate_calls(dtype: torch.dtype, thread
         for rows in (1, 2, 5, 16):
             mixed, residual = inputs(rows, dtype)
             kept = residual.clone()
-            for norm in (behind, None, behind):  # programs are kept and run again
+            for norm in (behind, None, first.post_attention_layernorm, behind):  # programs are kept and run again
                 found = tail(mixed, residual, norm)
                 out, _ = first.forward.behind_attention(mixed, residual, None)
                 assert found is not None
                 assert torch.equal(found[0], out)
                 assert torch.equal(residual, kept)
-                assert found[1] is None if norm is None else torch.equal(found[1], norm(out))  # type: ignore[arg-type]
+                if norm is behind:  # the next layer's, so that its projection is computed too
+                    assert type(found[1]) is Projected
+                    assert torch.equal(found[1].qkv, second.self_attn.q_proj.shared_linear(norm(out)))
+                else:
+                    assert found[1] is None if norm is None else torch.equal(found[1], norm(out))  # type: ignore[arg-type]
         assert tail(*inputs(17, dtype), behind) is None
 
 
 def test_a_model_with_tails_gives_the_logits_of_one_without() -> None:
     model, _ = build(torch.float32)
-    ids = torch.arange(5)[None]
+    ids, base = torch.arange(5)[None], model.model
+
+    def chained() -> torch.Tensor:
+        """Hidden states of the loop in which a layer gets what the one in front has projected for it."""
+        states = base.embed_tokens(ids)
+        return run_layers(base.layers, [base.rotary_emb(states, ids)] * 2, states, base.norm)
+
     with torch.inference_mode():
-        for layer in model.model.layers:
+        for layer in base.layers:
             tail_of(layer)
-        with_tails = model(input_ids=ids, use_cache=False).logits
-        for layer in model.model.layers:
+        with_tails = model(input_ids=ids, use_cache=False).logits, chained()
+        handle = base.layers[1].self_attn.q_proj.shared_linear.register_forward_hook(lambda *_: None)
+        hooked = chained()  # its projection must be called
+        handle.remove()
+        for layer in base.layers:
             layer.forward.tail = None
-        without = model(input_ids=ids, use_cache=False).logits
-    assert torch.equal(with_tails, without)
+        without = model(input_ids=ids, use_cache=False).logits, chained()
+    assert all(map(torch.equal, with_tails, without))
+    assert torch.equal(hooked, without[1])
 
 
 def test_a_replaced_or_hooked_projection_and_a_new_weight_are_seen() -> None:

@@ -1,9 +1,10 @@
 """The part of a decoder layer behind attention as one call, for the few rows of a decode step on a CPU.
 
-Output projection plus residual, norm, gate with its activation, up with the product, down projection plus residual and
-the next layer's norm: six calls from Python, each of which starts the threads anew, become one program of a team of
-threads. It runs the machine code that those calls run, so the numbers are the same. A layer has it only where it gave
-the same numbers bit by bit, and for numbers of rows where it took less time.
+Output projection plus residual, norm, gate with its activation, up with the product, down projection plus residual, and
+the next layer's norm with its projection to queries, keys and values: seven calls from Python, each of which starts the
+threads anew, become one program of a team of threads. It runs the machine code that those calls run, so the numbers are
+the same. A layer has it only where it gave the same numbers bit by bit, and for numbers of rows where it took less
+time.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -14,6 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -29,9 +31,11 @@ from slotline.kernels.numba_cache import cached_cfunc
 from slotline.kernels.team_program import SIGNATURE, Operation, Program, runs_programs, team_of
 from slotline.plugins.model_families.linear_records import CLASSES
 from slotline.plugins.model_families.passes.dense_kernels import OTHER, OUT, X, ask
-from slotline.plugins.model_families.passes.few_rows import ADD, MOST_ROWS, MULTIPLY, SWISH
+from slotline.plugins.model_families.passes.few_rows import ADD, MOST_ROWS, MULTIPLY, NOTHING, SWISH
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
+from slotline.plugins.model_families.passes.layer_link import Projected
 from slotline.plugins.model_families.passes.lean_layer import LeanLayer
+from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, merged_of
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, is_untouched
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.row_kernels import row_kernels
@@ -97,8 +101,11 @@ class _Parts:
 class _Made:
     """A program for a number of rows, and the tensors that its addresses are of."""
 
-    def __init__(self, parts: _Parts, rows: int, *, threads: int, behind: bool) -> None:
-        self.held = _held(parts.linears)
+    def __init__(
+        self, parts: _Parts, rows: int, *, threads: int, behind: bool, projection: PackedLinear | None
+    ) -> None:
+        self.linears = parts.linears if projection is None else (*parts.linears, projection)
+        self.held = _held(self.linears)
         dtype, width, inner = parts.output.packed.dtype, parts.output.out_features, parts.gate.out_features
         self._total, self._normed = (torch.empty(rows, width, dtype=dtype) for _ in range(2))
         self._gated = torch.empty(rows, inner, dtype=dtype)
@@ -113,8 +120,11 @@ class _Made:
             self._product(parts.up, rows, normed, gated, gated, MULTIPLY),
             self._product(parts.down, rows, gated, total, 0, ADD),
         ]
+        self._projection = projection
         if behind:
-            operations.append(self._norm(parts.norm, rows, 0, 0))
+            operations.append(self._norm(parts.norm, rows, 0, normed))
+        if projection is not None:
+            operations.append(self._product(projection, rows, normed, 0, 0, NOTHING))
         self.program = Program(operations, threads)
 
     def _product(
@@ -138,15 +148,20 @@ class _Made:
         words[told[0] + X], words[told[0] + OTHER] = mixed.data_ptr(), residual.data_ptr()
         words[told[1] + _WEIGHT] = parts.norm._parameters["weight"].data_ptr()  # type: ignore[union-attr]
         words[told[4] + OUT] = out.data_ptr()
-        normed = None
+        following: torch.Tensor | Projected | None = None
         if behind is not None:
-            normed = torch.empty_like(out)
             at = told[5]
-            words[at + _SOURCE], words[at + _TO] = out.data_ptr(), normed.data_ptr()
+            words[at + _SOURCE] = out.data_ptr()
             words[at + _WEIGHT] = behind._parameters["weight"].data_ptr()  # type: ignore[union-attr]
             words[at + _EPS : at + _WHO] = _bits(behind)
+            if self._projection is None:
+                following = torch.empty_like(out)
+                words[at + _TO] = following.data_ptr()
+            else:
+                following = Projected(out.new_empty((*out.shape[:-1], self._projection.out_features)))
+                words[told[6] + OUT] = following.qkv.data_ptr()
         self.program.run()
-        return out, normed
+        return out, following
 
 
 def _held(linears: Sequence[PackedLinear]) -> list[torch.Tensor | None]:
@@ -168,20 +183,26 @@ def _bits(norm: KernelRMSNorm) -> tuple[int, int]:
 class LayerTail:
     """Straight calls behind a layer's attention as one.
 
+    Args:
+        behind: the next layer, whose first projection is computed too.
+
     Attributes:
         faster: for each class of `FEW`, whether one call takes less time than separate ones.
     """
 
-    def __init__(self, parts: _Parts) -> None:
+    def __init__(self, parts: _Parts, behind: nn.Module | None = None) -> None:
         self._parts = parts
         self._linears = parts.linears
-        self._made: dict[tuple[int, int, bool], _Made] = {}
+        self._behind: Any = behind
+        self._made: dict[tuple[int, int, bool, bool], _Made] = {}
         self.faster = (True,) * len(FEW)
 
     def __call__(
         self, mixed: torch.Tensor, residual: torch.Tensor, behind: KernelRMSNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the layer's output and its norm by `behind`, or None where separate calls are to be made.
+    ) -> tuple[torch.Tensor, torch.Tensor | Projected | None] | None:
+        """Return the layer's output, and its norm by `behind` or what the next layer projects that to.
+
+        None where separate calls are to be made.
 
         Args:
             mixed: [batch, num_tokens, output projection's in_features], what attention gave.
@@ -195,14 +216,31 @@ class LayerTail:
             return None
         if not (mixed.is_contiguous() and residual.is_contiguous()):
             return None
-        key = rows, torch.get_num_threads(), behind is not None
+        projection = self.projection(behind, rows)
+        key = rows, torch.get_num_threads(), behind is not None, projection is not None
         made = self._made.get(key)
-        if made is None or any(map(operator.is_not, made.held, _held(self._linears))):
+        linears = self._linears if projection is None else (*self._linears, projection)
+        if made is None or any(map(operator.is_not, made.held, _held(linears))):
             if why_not(parts, rows):
                 return None
-            made = self._made[key] = _Made(parts, rows, threads=key[1], behind=key[2])
-        found: tuple[torch.Tensor, torch.Tensor | None] = made.run(parts, mixed, residual, behind)
+            made = self._made[key] = _Made(parts, rows, threads=key[1], behind=key[2], projection=projection)
+        found: tuple[torch.Tensor, torch.Tensor | Projected | None] = made.run(parts, mixed, residual, behind)
         return found
+
+    @property
+    def entrance(self) -> KernelRMSNorm | None:
+        """The norm that the next layer begins with, if that layer is known and still the passes'."""
+        lean = None if self._behind is None else self._behind.__dict__.get("forward")
+        return lean.entrance if type(lean) is LeanLayer else None
+
+    def projection(self, behind: KernelRMSNorm | None, rows: int) -> PackedLinear | None:
+        """Return what the next layer projects its norm by, if `behind` is that norm and the product is our kernel."""
+        if behind is None or behind is not self.entrance:
+            return None
+        merged: Any = merged_of(self._behind._modules["self_attn"], "qkv_proj", QUERY_KEY_VALUE)
+        if not is_untouched(merged) or merged.packed.dtype != self._parts.output.packed.dtype:
+            return None
+        return None if merged.addresses(rows) is None else merged
 
     def serves(self, layer: Any, norm: Any) -> bool:
         """Return True if the layer, with this norm before its MLP, still has the modules that this stands for."""
@@ -234,6 +272,7 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     """Give a tail to every lean layer for which it is equal and faster, on a CPU whose products may be ours."""
     tails, kept = Counter[str](), Counter[str]()
     times: dict[tuple[Any, ...], tuple[tuple[bool, ...], str]] = {}
+    behind = {id(layer): after for layer, after in pairwise(getattr(model.base_model, "layers", ()))}
     for layer in model.modules():
         lean = layer.__dict__.get("forward")
         if type(lean) is not LeanLayer:
@@ -242,7 +281,7 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
         if isinstance(parts, str):
             kept[parts] += 1
             continue
-        tail = LayerTail(parts)
+        tail = LayerTail(parts, behind.get(id(layer)))
         said = "not tried: weights were saved after the passes"
         if not parts.output.packed.is_meta:
             reason = next(filter(None, (why_not(parts, rows) for rows in FEW)), "")
@@ -290,8 +329,15 @@ def _probe(parts: _Parts, rows: int) -> tuple[torch.Tensor, torch.Tensor, Kernel
 def _is_equal(lean: LeanLayer, tail: LayerTail, parts: _Parts, rows: int) -> bool:
     """Return True if one call gives the numbers of separate ones, bit by bit."""
     probe = _probe(parts, rows)
-    found = tail(*probe)
-    return found is not None and all(map(torch.equal, found, _separate(lean, probe)))  # type: ignore[arg-type]
+    expected, found = _separate(lean, probe), tail(*probe)
+    if found is None or not all(map(torch.equal, found, expected)):  # type: ignore[arg-type]
+        return False
+    projection = tail.projection(tail.entrance, rows)
+    if projection is None:
+        return True
+    normed = tail.entrance.forward(expected[0])  # type: ignore[union-attr]
+    _, projected = tail(*probe[:2], tail.entrance)  # type: ignore[misc]
+    return type(projected) is Projected and torch.equal(projected.qkv, projection.forward(normed))
 
 
 def _separate(lean: LeanLayer, probe: tuple[torch.Tensor, torch.Tensor, KernelRMSNorm]) -> tuple[torch.Tensor, ...]:
