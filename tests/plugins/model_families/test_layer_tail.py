@@ -139,8 +139,15 @@ def test_layers_that_cannot_be_one_call_say_why() -> None:
     layer.mlp.up_proj = PackedLinear(layer.mlp.up_proj.weight, None, Way("plain", ("numba", "torch", "torch", "torch")))
     parts = layer_tail._parts_of(layer, layer.forward)
     assert not isinstance(parts, str)
-    assert layer_tail.why_not(parts, 1) == ""
-    assert layer_tail.why_not(parts, 4) == "its up projection of 4 rows is torch's"
+    reasons = tuple(layer_tail.why_not(parts, rows) for rows in layer_tail.FEW)
+    assert reasons == ("", "its up projection of 4 rows is torch's", "its up projection of 16 rows is torch's")
+    tail = LayerTail(parts)
+    with torch.inference_mode():
+        tail.faster, said = layer_tail._timed(layer.forward, tail, parts, reasons)
+        assert tail.faster[1:] == (False, False)
+        assert said.split(" times")[0].endswith(", no, no")
+        assert said.endswith("; its up projection of 4 rows is torch's; its up projection of 16 rows is torch's")
+        assert tail(*inputs(4, torch.float32), None) is None
 
 
 def test_a_program_runs_each_threads_share_and_waits_between(threads: int) -> None:

@@ -284,13 +284,14 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
         tail = LayerTail(parts, behind.get(id(layer)))
         said = "not tried: weights were saved after the passes"
         if not parts.output.packed.is_meta:
-            reason = next(filter(None, (why_not(parts, rows) for rows in FEW)), "")
-            if reason or not _is_equal(lean, tail, parts, FEW[-1]):
-                kept[reason or "one call gives other numbers"] += 1
+            reasons = tuple(why_not(parts, rows) for rows in FEW)
+            served = [rows for rows, reason in zip(FEW, reasons, strict=True) if not reason]
+            if not served or not _is_equal(lean, tail, parts, served[-1]):
+                kept[reasons[0] if not served else "one call gives other numbers"] += 1
                 continue
             shape = tuple((linear.in_features, linear.out_features, linear.way) for linear in parts.linears)
             if shape not in times:
-                times[shape] = _timed(lean, tail, parts)
+                times[shape] = _timed(lean, tail, parts, reasons)
             tail.faster, said = times[shape]
         lean.tail = tail
         tails[said] += 1
@@ -346,10 +347,17 @@ def _separate(lean: LeanLayer, probe: tuple[torch.Tensor, torch.Tensor, KernelRM
     return out, probe[2].forward(out) if normed is None else normed
 
 
-def _timed(lean: LeanLayer, tail: LayerTail, parts: _Parts) -> tuple[tuple[bool, ...], str]:
-    """Return for each class of `FEW` whether one call takes less time than separate ones, and how much as text."""
+def _timed(lean: LeanLayer, tail: LayerTail, parts: _Parts, reasons: Sequence[str]) -> tuple[tuple[bool, ...], str]:
+    """Return for each class of `FEW` whether one call takes less time than separate ones, and how much as text.
+
+    Args:
+        reasons: for each class, why it has no call of its own, "" if it has one.
+    """
     ratios = []
-    for rows in FEW:
+    for rows, reason in zip(FEW, reasons, strict=True):
+        if reason:
+            ratios.append(0.0)
+            continue
         probe = _probe(parts, rows)
         ways: tuple[Callable[[], Any], ...] = lambda p=probe: _separate(lean, p), lambda p=probe: tail(*p)  # type: ignore[misc]
         best, end, turns = [1e9, 1e9], perf_counter() + TRIAL_SECONDS, 0
@@ -360,5 +368,6 @@ def _timed(lean: LeanLayer, tail: LayerTail, parts: _Parts) -> tuple[tuple[bool,
                 best[index] = min(best[index], perf_counter() - start)
             turns += 1
         ratios.append(best[0] / best[1])
-    said = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    return tuple(ratio > 1 for ratio in ratios), f"{said} times the speed of separate ones"
+    said = ", ".join(f"{ratio:.2f}" if ratio else "no" for ratio in ratios)
+    why = "".join(f"; {reason}" for reason in reasons if reason)
+    return tuple(ratio > 1 for ratio in ratios), f"{said} times the speed of separate ones{why}"
