@@ -96,6 +96,17 @@ WORKLOADS = {
 }
 
 
+class CountingDevice(CpuDevice):
+    """CPU whose memory for copies is counted, as `num_bytes`."""
+
+    num_bytes = 0
+
+    def host_empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ordinary memory."""
+        self.num_bytes += count * dtype.itemsize
+        return super().host_empty(count, dtype)
+
+
 @frozen
 class Inputs:
     """What `StructuredOutputs` reads of a step's inputs."""
@@ -141,7 +152,7 @@ def structured_outputs(name: str, backend: Any, tokenizer: Any, requests: int, *
         RequestTable(requests, 8),
         vocab_size=len(tokenizer),
         eos_token_ids=ends,
-        device=CpuDevice(),
+        device=CountingDevice(),
         profiler=StepProfiler(enabled=False),
         ahead=False,
         count_nans=False,
@@ -160,7 +171,10 @@ def run(grammars: StructuredOutputs, workload: Workload, texts: Sequence[Sequenc
         grammars.collect_ready(idle=True, gives_way=lambda: False)
         request.row = row
         grammars.admit(request)
-    rows, seconds, sent = np.arange(len(texts)), [], []
+    rows, seconds = np.arange(len(texts)), list[float]()
+    device = grammars.device
+    assert isinstance(device, CountingDevice)
+    before = device.num_bytes
     for tokens in zip(*(text[:-1] for text in texts), strict=False):
         token_ids = np.array(tokens, np.int32)
         start = time.perf_counter()
@@ -168,17 +182,14 @@ def run(grammars: StructuredOutputs, workload: Workload, texts: Sequence[Sequenc
         assert masks is not None
         if isinstance(masks, StepMasks):
             masks.table.gather(masks.masks, rows, torch.device("cpu"))
-            words = 0
         else:
             assert not masks.wait(grammars.compiler.backend, grammars.name, BuiltPlugins())
-            words = masks.bitmask.words.nbytes
         ended = grammars.advance(rows, token_ids, {})
         seconds.append(time.perf_counter() - start)
-        sent.append(words)
         assert not ended
     for row in range(len(texts)):
         grammars.release(row)
-    return seconds, statistics.mean(sent)
+    return seconds, (device.num_bytes - before) / len(seconds)
 
 
 def measure(name: str, tokenizer: Any, requests: int, runs: int) -> list[list[str]]:

@@ -13,7 +13,6 @@ from kept_masks import Pair
 from structured_texts import EOS
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.plugins.structured_output import mask_table
 from slotline.plugins.structured_output.mask_cache import KeptMask
 from slotline.plugins.structured_output.mask_table import MaskTable, StepMasks
 
@@ -30,9 +29,8 @@ def masks_of(count: int) -> list[KeptMask]:
     return [KeptMask(one) for one in words]
 
 
-def test_each_row_has_its_mask_also_when_the_table_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_table, "_MOST_MASKS", 5)
-    table, known, rng = MaskTable(VOCAB_SIZE, device_for(DEVICE)), masks_of(9), Random(0)
+def test_each_row_has_its_mask_also_when_the_table_begins_anew() -> None:
+    table, known, rng = MaskTable(VOCAB_SIZE, device_for(DEVICE), most=5), masks_of(9), Random(0)
     for _ in range(40):
         masked = np.array([rng.random() < 0.7 for _ in range(6)])
         masked[rng.randrange(6)] = True
@@ -102,16 +100,30 @@ def test_a_token_is_followed_only_where_the_graph_knows_that_the_text_goes_on() 
     assert not state.follow(EOS[0])
 
 
-def test_steps_of_kept_masks_write_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"max_model_len": 96, "memory": "8MiB", "structured_output.backend": "xgrammar"}
-    wanted = StructuredOutputsParams(regex=RECORD)
+@pytest.fixture(scope="module")
+def overlapped() -> LLM:
+    return LLM(max_model_len=96, memory="8MiB", **{"structured_output.backend": "xgrammar", "scheduler.async": True})
+
+
+def texts_of(llm: LLM, regex: str, *, differ: bool = True) -> list[list[int]]:
+    """Return the texts of requests under an expression, one of which is free."""
+    wanted = StructuredOutputsParams(regex=regex)
     params = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=40, ignore_eos=i % 2 == 0, structured_outputs=one)
-        for i, one in enumerate([wanted, wanted, None, wanted])
+        SamplingParams(
+            temperature=0.9,
+            seed=i if differ else 0,
+            max_tokens=24,
+            ignore_eos=differ and i % 2 == 0,
+            structured_outputs=None if i == 2 else wanted,
+        )
+        for i in range(5)
     ]
-    prompts = [[5, 6, 7 + i] for i in range(4)]
-    monkeypatch.setattr(mask_table, "_MOST_MASKS", 3)
-    llm = LLM(**settings)
+    outputs = llm.generate([[5, 6, 7]] * 5, params)
+    assert {output.outputs[0].finish_reason for output in outputs} <= {"stop", "length"}
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_steps_of_kept_masks_write_the_same_texts(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, apply = [], StepMasks.apply
 
     def counted(step: StepMasks, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
@@ -119,8 +131,39 @@ def test_steps_of_kept_masks_write_the_same_texts(monkeypatch: pytest.MonkeyPatc
         return apply(step, logits, in_place=in_place)
 
     monkeypatch.setattr(StepMasks, "apply", counted)
-    found = [[output.outputs[0].token_ids for output in llm.generate(prompts, params)] for _ in range(2)]
+    grammars = overlapped.engine.extension("structured_output")
+    table = MaskTable(overlapped.engine.limits.vocab_size, device_for("cpu"), most=3)
+    monkeypatch.setattr(grammars, "_table", table)
+    found = [texts_of(overlapped, RECORD) for _ in range(2)]
     assert found[0] == found[1]
     assert len(steps) > 20
     monkeypatch.setattr(StepMasks, "of", lambda *_: None)
-    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == found[0]
+    assert texts_of(overlapped, RECORD) == found[0]
+
+
+def test_requests_at_one_place_ask_for_one_mask(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, asked = overlapped.engine.extension("structured_output").compiler.backend, list[int]()
+    fill = backend.fill
+    monkeypatch.setattr(backend, "fill", lambda states, *rest: (asked.append(len(states)), fill(states, *rest)))
+    texts_of(overlapped, "<" + RECORD, differ=False)
+    assert set(asked) == {1}
+    assert len(asked) < 24
+
+
+def test_where_the_plugin_fails_for_all_each_request_asks_alone(
+    overlapped: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = overlapped.engine.extension("structured_output").compiler.backend
+    want, fill = texts_of(overlapped, RECORD), backend.fill
+    failed = list[int]()
+
+    def picky(states: Any, drafts: Any, places: Any, bitmask: Any) -> None:
+        if len(states) > 1:
+            failed.append(len(states))
+            bitmask[:] = 0
+            raise ValueError("one at a time")
+        fill(states, drafts, places, bitmask)
+
+    monkeypatch.setattr(backend, "fill", picky)
+    assert texts_of(overlapped, f"({RECORD})") == want  # the same texts, and no masks kept
+    assert failed

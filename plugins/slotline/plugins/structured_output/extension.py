@@ -25,7 +25,7 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed
 from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
-from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks
+from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks, write_masks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
 from slotline.plugins.structured_output.mask_cache import CachedState, KeptMask
 from slotline.plugins.structured_output.mask_table import MaskTable, StepMasks
@@ -53,6 +53,7 @@ class StructuredOutputs:
     Attributes:
         name: of the plugin, from the package `source`.
         compiler: compiles the grammars that requests wait for.
+        device: of the logits.
         active: [max_requests] bool, rows with a grammar, also with one that waits for a text.
     """
 
@@ -82,7 +83,7 @@ class StructuredOutputs:
         self._rows = rows
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self.device = device
         self._profiler = profiler
         self._ahead = ahead
         self._count_nans = count_nans
@@ -255,24 +256,47 @@ class StructuredOutputs:
             masked = masked & ~self._free(inputs)
         if not masked.any():
             return None
-        if inputs.spec_positions is None and (step := self._kept(inputs.sampling.rows, masked)) is not None:
-            return step
+        if inputs.spec_positions is None:
+            step = self._kept(inputs.sampling.rows, masked, ask=not beside)
+            if step is not None:
+                return step
         banned = self._rows.ignore_eos
-        masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self._device, banned)
+        masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self.device, banned)
         if beside and masks.num_asked * self._vocab_size >= WORTH_A_THREAD:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 
-    def _kept(self, rows: Int, masked: npt.NDArray[np.bool_]) -> StepMasks | None:
-        """Return the masks of a step without drafts. None if one of them is not kept."""
-        found: list[KeptMask] = []
-        states, ends = self._states, self._eos_token_ids
-        own = rows[masked]
-        for row, endless in zip(own.tolist(), self._rows.ignore_eos[own].tolist(), strict=True):
-            state = states.get(row)
-            if not isinstance(state, CachedState) or (mask := state.kept_mask()) is None:
+    def _kept(self, rows: Int, masked: npt.NDArray[np.bool_], *, ask: bool) -> StepMasks | None:
+        """Return the masks of a step without drafts. None if one of them is not kept.
+
+        With `ask`, the plugin is asked for the others, once for all rows at one place.
+        """
+        own, asked = rows[masked], dict[tuple[int, int], CachedState]()
+        states: list[CachedState] = []
+        masks: list[KeptMask | None] = []
+        for row in own.tolist():
+            state = self._states.get(row)
+            if not isinstance(state, CachedState):
                 return None
-            found.append(mask.endless(ends) if endless else mask)
+            mask = state.kept_mask()
+            if mask is None:
+                if not ask or (place := state.place) is None:
+                    return None
+                asked.setdefault(place, state)
+            states.append(state)
+            masks.append(mask)
+        if asked:
+            words = np.full((len(asked), -(-self._vocab_size // 32)), -1, np.int32)
+            try:
+                write_masks(self.compiler.backend, [*asked.values()], [[]] * len(asked), range(len(asked)), words)
+            except Exception:  # a plugin's code may raise anything; each row is asked for by itself then
+                return None
+        ends, endless, found = self._eos_token_ids, self._rows.ignore_eos[own].tolist(), list[KeptMask]()
+        for state, mask, without in zip(states, masks, endless, strict=True):
+            mask = mask or state.kept_mask()
+            if mask is None:
+                return None
+            found.append(mask.endless(ends) if without else mask)
         return StepMasks.of(rows, masked, found, self._table)
 
     def apply(self, processed: Processed, masks: GrammarBitmasks | StepMasks | None, *, keep_raw: bool) -> Processed:

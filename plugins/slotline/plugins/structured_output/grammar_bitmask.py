@@ -119,21 +119,7 @@ class GrammarBitmasks:
     def fill(self, backend: StructuredOutput) -> None:
         """Write the masks that are asked for. Raises any exception of the plugin."""
         if self.states:
-            self._fill(backend, self.states, self.drafts, self.firsts, self.bitmask.words[: self.num_asked])
-
-    @staticmethod
-    def _fill(
-        backend: StructuredOutput,
-        states: Sequence[GrammarState],
-        drafts: Sequence[Sequence[int]],
-        firsts: Sequence[int],
-        words: npt.NDArray[np.int32],
-    ) -> None:
-        own = [state.current() if isinstance(state, CachedState) else state for state in states]
-        backend.fill(own, drafts, firsts, words)
-        for state, assumed, first in zip(states, drafts, firsts, strict=True):
-            if isinstance(state, CachedState):
-                state.keep(assumed, words[first : first + 1 + len(assumed)])
+            write_masks(backend, self.states, self.drafts, self.firsts, self.bitmask.words[: self.num_asked])
 
     def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:
         """Write the masks, or wait for the thread that writes them. If that fails, write each row's mask by itself.
@@ -157,7 +143,7 @@ class GrammarBitmasks:
             own = self.bitmask.words[first : first + 1 + count]
             own[:] = -1
             try:
-                self._fill(backend, self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
+                write_masks(backend, self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
             except Exception as error:  # a plugin's code may raise anything
                 errors[row] = plugins.described(error)
         return errors
@@ -222,3 +208,18 @@ class SharedMasks:
     def count(self) -> int:
         """All masks."""
         return self.num_asked + len(self.kept)
+
+
+def write_masks(
+    backend: StructuredOutput,
+    states: Sequence[GrammarState],
+    drafts: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    words: npt.NDArray[np.int32],
+) -> None:
+    """Have the plugin write masks, see `StructuredOutput.fill`, and keep them. Raises any exception of the plugin."""
+    own = [state.current() if isinstance(state, CachedState) else state for state in states]
+    backend.fill(own, drafts, firsts, words)
+    for state, assumed, first in zip(states, drafts, firsts, strict=True):
+        if isinstance(state, CachedState):
+            state.keep(assumed, words[first : first + 1 + len(assumed)])

@@ -138,7 +138,7 @@ class MaskCache:
 
     def __init__(self, text_of: Callable[[int], bytes], eos_token_ids: Sequence[int], *, forces: bool = True) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._forces = forces
+        self.forces = forces
         self._text_of = text_of
         self._texts: dict[int, bytes] = {}
         self._masks: dict[bytes, KeptMask] = {}
@@ -160,7 +160,7 @@ class MaskCache:
                 self._masks.clear()
                 self._num_bytes = 0
             own = np.frombuffer(key, np.int32)
-            mask = self._masks[key] = KeptMask(own, self._forces and self.may_force(own))
+            mask = self._masks[key] = KeptMask(own, self.forces and self.may_force(own))
             self._num_bytes += len(key)
         return mask
 
@@ -296,6 +296,11 @@ class CachedState:
             if self.own.accept(behind) != len(behind):
                 raise ContractError("a structured-output plugin refuses tokens that its masks allowed")
         return self.own
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """What the mask of the next token hangs on. None if no mask is kept for it."""
+        return None if self._node is None else (id(self._node), self._last if self._grammar.cache.forces else -1)
 
     def kept_mask(self) -> KeptMask | None:
         """Return the mask of the next token, if it is known."""

@@ -13,15 +13,15 @@ from slotline.plugins.structured_output.mask_cache import KeptMask
 from slotline.registry.contracts.device import Device
 
 Int = npt.NDArray[np.int64]
-_MOST_MASKS = 256
-"""On the device: 5 MB for a vocabulary of 152,000."""
+_MOST_MASKS = 256  # 5 MB for a vocabulary of 152,000
 
 
 class MaskTable:
-    """The masks that the last steps had, on a device. Beyond their greatest number, the table begins anew."""
+    """The masks that the last steps had, on a device. Beyond `most`, the table begins anew."""
 
-    def __init__(self, vocab_size: int, device: Device) -> None:
+    def __init__(self, vocab_size: int, device: Device, *, most: int = _MOST_MASKS) -> None:
         self.device = device
+        self.most = most
         self._width = -(-vocab_size // 32)
         self._table: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -33,13 +33,13 @@ class MaskTable:
     def gather(self, masks: list[KeptMask], places: Int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return masks [n, words] int32 and their `places` [n] int32 on the device of the logits.
 
-        There are at most `_MOST_MASKS` distinct masks. The next call may write to what is returned, on the device and
+        There are at most `most` distinct masks. The next call may write to what is returned, on the device and
         behind what was launched until then. A step like the one before gets the same tensors.
         """
         wanted = masks, places.tobytes()
         if self._gathered is None or wanted != self._last:
             if self._table is None:
-                self._table = torch.empty(_MOST_MASKS, self._width, dtype=torch.int32, device=device)
+                self._table = torch.empty(self.most, self._width, dtype=torch.int32, device=device)
             if self._rows is None or len(self._rows) < len(masks):
                 self._rows = self._table.new_empty(len(masks), self._width)
             numbers, self._gathered = self._numbers(masks, self._table), None
@@ -55,7 +55,7 @@ class MaskTable:
         """Return the rows of masks in the table, and send those that it does not have."""
         place_of = self._place_of
         new = [mask for mask in dict.fromkeys(masks) if mask not in place_of]
-        if len(place_of) + len(new) > _MOST_MASKS:
+        if len(place_of) + len(new) > self.most:
             place_of.clear()
             new = list(dict.fromkeys(masks))
         if new:
@@ -86,7 +86,7 @@ class StepMasks:
     @classmethod
     def of(cls, rows: Int, masked: npt.NDArray[np.bool_], masks: list[KeptMask], table: MaskTable) -> StepMasks | None:
         """Return the masks of a step. None if the table has no room for them."""
-        if len(masks) > _MOST_MASKS and len(set(masks)) > _MOST_MASKS:
+        if len(masks) > table.most and len(set(masks)) > table.most:
             return None
         return cls(masked=masked, logits_rows=rows, masks=masks, table=table)
 
