@@ -99,11 +99,20 @@ class _Parts:
 
 
 class _Made:
-    """A program for a number of rows, and the tensors that its addresses are of."""
+    """A program for a number of rows, and the tensors that its addresses are of.
+
+    Attributes:
+        asked: the next layer's projection, which is left out if its product is a library's.
+        linears: what the program computes.
+        held: their weights and biases.
+    """
 
     def __init__(
         self, parts: _Parts, rows: int, *, threads: int, behind: bool, projection: PackedLinear | None
     ) -> None:
+        self.asked = projection
+        if projection is not None and not _projects(parts, projection, rows):
+            projection = None
         self.linears = parts.linears if projection is None else (*parts.linears, projection)
         self.held = _held(self.linears)
         dtype, width, inner = parts.output.packed.dtype, parts.output.out_features, parts.gate.out_features
@@ -164,6 +173,11 @@ class _Made:
         return out, following
 
 
+def _projects(parts: _Parts, projection: PackedLinear, rows: int) -> bool:
+    """Return True if the next layer's projection is a kernel of ours too."""
+    return projection.packed.dtype == parts.output.packed.dtype and projection.addresses(rows) is not None
+
+
 def _held(linears: Sequence[PackedLinear]) -> list[torch.Tensor | None]:
     """Return the weights and biases of linear layers, whose addresses a program has."""
     return [tensor for linear in linears for tensor in (linear._buffers["packed"], linear._parameters["bias"])]
@@ -212,15 +226,14 @@ class LayerTail:
         rows = residual.numel() // parts.output.out_features
         if not 0 < rows <= MOST_ROWS or not self._takes(rows) or mixed.dtype != residual.dtype:
             return None
-        if any(has_hooks(linear) for linear in self._linears) or parts.output.packed.dtype != mixed.dtype:
+        if any(has_hooks(linear) for linear in self._linears) or parts.output._buffers["packed"].dtype != mixed.dtype:  # type: ignore[union-attr]
             return None
         if not (mixed.is_contiguous() and residual.is_contiguous()):
             return None
-        projection = self.projection(behind, rows)
+        projection = self.projection(behind)
         key = rows, torch.get_num_threads(), behind is not None, projection is not None
         made = self._made.get(key)
-        linears = self._linears if projection is None else (*self._linears, projection)
-        if made is None or any(map(operator.is_not, made.held, _held(linears))):
+        if made is None or made.asked is not projection or any(map(operator.is_not, made.held, _held(made.linears))):
             if why_not(parts, rows):
                 return None
             made = self._made[key] = _Made(parts, rows, threads=key[1], behind=key[2], projection=projection)
@@ -233,14 +246,12 @@ class LayerTail:
         lean = None if self._behind is None else self._behind.__dict__.get("forward")
         return lean.entrance if type(lean) is LeanLayer else None
 
-    def projection(self, behind: KernelRMSNorm | None, rows: int) -> PackedLinear | None:
-        """Return what the next layer projects its norm by, if `behind` is that norm and the product is our kernel."""
+    def projection(self, behind: KernelRMSNorm | None) -> PackedLinear | None:
+        """Return what the next layer projects its norm by, if `behind` is that norm and no hook wants a call."""
         if behind is None or behind is not self.entrance:
             return None
         merged: Any = merged_of(self._behind._modules["self_attn"], "qkv_proj", QUERY_KEY_VALUE)
-        if not is_untouched(merged) or merged.packed.dtype != self._parts.output.packed.dtype:
-            return None
-        return None if merged.addresses(rows) is None else merged
+        return merged if is_untouched(merged) else None
 
     def serves(self, layer: Any, norm: Any) -> bool:
         """Return True if the layer, with this norm before its MLP, still has the modules that this stands for."""
@@ -333,8 +344,8 @@ def _is_equal(lean: LeanLayer, tail: LayerTail, parts: _Parts, rows: int) -> boo
     expected, found = _separate(lean, probe), tail(*probe)
     if found is None or not all(map(torch.equal, found, expected)):  # type: ignore[arg-type]
         return False
-    projection = tail.projection(tail.entrance, rows)
-    if projection is None:
+    projection = tail.projection(tail.entrance)
+    if projection is None or not _projects(parts, projection, rows):
         return True
     normed = tail.entrance.forward(expected[0])  # type: ignore[union-attr]
     _, projected = tail(*probe[:2], tail.entrance)  # type: ignore[misc]
