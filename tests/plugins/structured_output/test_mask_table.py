@@ -100,9 +100,10 @@ def test_a_token_is_followed_only_where_the_graph_knows_that_the_text_goes_on() 
     assert not state.follow(EOS[0])
 
 
-@pytest.fixture(scope="module")
-def overlapped() -> LLM:
-    return LLM(max_model_len=96, memory="8MiB", **{"structured_output.backend": "xgrammar", "scheduler.async": True})
+@pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "in turn"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    settings = {"structured_output.backend": "xgrammar", "scheduler.async": request.param}
+    return LLM(max_model_len=96, memory="8MiB", **settings)
 
 
 def texts_of(llm: LLM, regex: str, *, differ: bool = True) -> list[list[int]]:
@@ -123,7 +124,7 @@ def texts_of(llm: LLM, regex: str, *, differ: bool = True) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_steps_of_kept_masks_write_the_same_texts(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_kept_masks_write_the_same_texts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, apply = [], StepMasks.apply
 
     def counted(step: StepMasks, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
@@ -131,30 +132,28 @@ def test_steps_of_kept_masks_write_the_same_texts(overlapped: LLM, monkeypatch: 
         return apply(step, logits, in_place=in_place)
 
     monkeypatch.setattr(StepMasks, "apply", counted)
-    grammars = overlapped.engine.extension("structured_output")
-    table = MaskTable(overlapped.engine.limits.vocab_size, device_for("cpu"), most=3)
+    grammars = llm.engine.extension("structured_output")
+    table = MaskTable(llm.engine.limits.vocab_size, device_for("cpu"), most=3)
     monkeypatch.setattr(grammars, "_table", table)
-    found = [texts_of(overlapped, RECORD) for _ in range(2)]
+    found = [texts_of(llm, RECORD) for _ in range(2)]
     assert found[0] == found[1]
     assert len(steps) > 20
     monkeypatch.setattr(StepMasks, "of", lambda *_: None)
-    assert texts_of(overlapped, RECORD) == found[0]
+    assert texts_of(llm, RECORD) == found[0]
 
 
-def test_requests_at_one_place_ask_for_one_mask(overlapped: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, asked = overlapped.engine.extension("structured_output").compiler.backend, list[int]()
+def test_requests_at_one_place_ask_for_one_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, asked = llm.engine.extension("structured_output").compiler.backend, list[int]()
     fill = backend.fill
     monkeypatch.setattr(backend, "fill", lambda states, *rest: (asked.append(len(states)), fill(states, *rest)))
-    texts_of(overlapped, "<" + RECORD, differ=False)
+    texts_of(llm, "<" + RECORD, differ=False)
     assert set(asked) == {1}
     assert len(asked) < 24
 
 
-def test_where_the_plugin_fails_for_all_each_request_asks_alone(
-    overlapped: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = overlapped.engine.extension("structured_output").compiler.backend
-    want, fill = texts_of(overlapped, RECORD), backend.fill
+def test_where_the_plugin_fails_for_all_each_request_asks_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = llm.engine.extension("structured_output").compiler.backend
+    want, fill = texts_of(llm, RECORD), backend.fill
     failed = list[int]()
 
     def picky(states: Any, drafts: Any, places: Any, bitmask: Any) -> None:
@@ -165,5 +164,5 @@ def test_where_the_plugin_fails_for_all_each_request_asks_alone(
         fill(states, drafts, places, bitmask)
 
     monkeypatch.setattr(backend, "fill", picky)
-    assert texts_of(overlapped, f"({RECORD})") == want  # the same texts, and no masks kept
+    assert texts_of(llm, f"({RECORD})") == want  # the same texts, and no masks kept
     assert failed

@@ -25,9 +25,9 @@ from slotline.core.batch.request_table import RequestTable
 from slotline.core.model_runner.step_profiler import StepProfiler
 from slotline.core.sampling.logits_processors import Processed
 from slotline.plugins.structured_output.forced_drafts import DraftTable, drafts_of, force_drafts
-from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks, write_masks
+from slotline.plugins.structured_output.grammar_bitmask import GrammarBitmasks, KnownMasks
 from slotline.plugins.structured_output.grammar_compiler import GrammarCompiler
-from slotline.plugins.structured_output.mask_cache import CachedState, KeptMask
+from slotline.plugins.structured_output.mask_cache import CachedState
 from slotline.plugins.structured_output.mask_table import MaskTable, StepMasks
 from slotline.plugins.structured_output.waiting import Decode, WaitingGrammar
 from slotline.registry.attribution import BuiltPlugins
@@ -248,7 +248,7 @@ class StructuredOutputs:
         """Ask for the masks of a step's logits. Return None if none of its rows has a grammar.
 
         All earlier tokens must be known. With `beside`, a thread makes the masks while the caller does other things, if
-        there are enough of them.
+        there are enough of them. If there are too few, None is returned too: they are made in the next call.
         """
         self._settle()
         masked = self.active[inputs.sampling.rows]
@@ -256,48 +256,19 @@ class StructuredOutputs:
             masked = masked & ~self._free(inputs)
         if not masked.any():
             return None
-        if inputs.spec_positions is None:
-            step = self._kept(inputs.sampling.rows, masked, ask=not beside)
-            if step is not None:
-                return step
+        rows = inputs.sampling.rows
+        if inputs.spec_positions is None and (known := KnownMasks.of(rows[masked], self._states)) is not None:
+            if beside and known.asked and len(known.asked) * self._vocab_size < WORTH_A_THREAD:
+                return None
+            if (not beside or not known.asked) and known.ask(self.compiler.backend, self._vocab_size):
+                found = known.found(self._rows.ignore_eos[rows[masked]].tolist(), self._eos_token_ids)
+                if (step := StepMasks.of(rows, masked, found, self._table)) is not None:
+                    return step
         banned = self._rows.ignore_eos
         masks = GrammarBitmasks.of(inputs, masked, self._state, self._drafts, self._vocab_size, self.device, banned)
         if beside and masks.num_asked * self._vocab_size >= WORTH_A_THREAD:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
-
-    def _kept(self, rows: Int, masked: npt.NDArray[np.bool_], *, ask: bool) -> StepMasks | None:
-        """Return the masks of a step without drafts. None if one of them is not kept.
-
-        With `ask`, the plugin is asked for the others, once for all rows at one place.
-        """
-        own, asked = rows[masked], dict[tuple[int, int], CachedState]()
-        states: list[CachedState] = []
-        masks: list[KeptMask | None] = []
-        for row in own.tolist():
-            state = self._states.get(row)
-            if not isinstance(state, CachedState):
-                return None
-            mask = state.kept_mask()
-            if mask is None:
-                if not ask or (place := state.place) is None:
-                    return None
-                asked.setdefault(place, state)
-            states.append(state)
-            masks.append(mask)
-        if asked:
-            words = np.full((len(asked), -(-self._vocab_size // 32)), -1, np.int32)
-            try:
-                write_masks(self.compiler.backend, [*asked.values()], [[]] * len(asked), range(len(asked)), words)
-            except Exception:  # a plugin's code may raise anything; each row is asked for by itself then
-                return None
-        ends, endless, found = self._eos_token_ids, self._rows.ignore_eos[own].tolist(), list[KeptMask]()
-        for state, mask, without in zip(states, masks, endless, strict=True):
-            mask = mask or state.kept_mask()
-            if mask is None:
-                return None
-            found.append(mask.endless(ends) if without else mask)
-        return StepMasks.of(rows, masked, found, self._table)
 
     def apply(self, processed: Processed, masks: GrammarBitmasks | StepMasks | None, *, keep_raw: bool) -> Processed:
         """Return the logits with every token banned that a grammar does not allow next.

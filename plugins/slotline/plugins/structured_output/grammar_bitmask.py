@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -208,6 +208,53 @@ class SharedMasks:
     def count(self) -> int:
         """All masks."""
         return self.num_asked + len(self.kept)
+
+
+@define(eq=False)
+class KnownMasks:
+    """Kept masks of a step without drafts, as far as they are known, and what the plugin is asked for the others.
+
+    Attributes:
+        states, masks: [m], for each row.
+        asked: a state of each place whose mask is not known.
+    """
+
+    states: list[CachedState]
+    masks: list[KeptMask | None]
+    asked: dict[tuple[int, int], CachedState]
+
+    @classmethod
+    def of(cls, rows: Int, states: Mapping[int, GrammarState]) -> KnownMasks | None:
+        """Return the masks of permanent rows. None if no mask is kept for one of them."""
+        known = cls([], [], {})
+        for row in rows.tolist():
+            state = states.get(row)
+            if not isinstance(state, CachedState):
+                return None
+            mask = state.kept_mask()
+            if mask is None:
+                if (place := state.place) is None:
+                    return None
+                known.asked.setdefault(place, state)
+            known.states.append(state)
+            known.masks.append(mask)
+        return known
+
+    def ask(self, backend: StructuredOutput, vocab_size: int) -> bool:
+        """Ask the plugin for what is not known, once for all rows at one place. Return False if it fails."""
+        if count := len(self.asked):
+            words = np.full((count, -(-vocab_size // 32)), -1, np.int32)
+            try:
+                write_masks(backend, list(self.asked.values()), [[]] * count, range(count), words)
+            except Exception:  # a plugin's code may raise anything; each row is asked for by itself then
+                return False
+            self.masks = [mask or state.kept_mask() for mask, state in zip(self.masks, self.states, strict=True)]
+        return None not in self.masks
+
+    def found(self, endless: Sequence[bool], eos_token_ids: Sequence[int]) -> list[KeptMask]:
+        """Return all masks, those of `endless` rows without ends."""
+        both = zip(self.masks, endless, strict=True)
+        return [mask.endless(eos_token_ids) if without else mask for mask, without in both if mask is not None]
 
 
 def write_masks(
