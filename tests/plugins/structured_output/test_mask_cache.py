@@ -153,6 +153,16 @@ def test_a_grammar_whose_texts_do_not_meet_again_is_left_to_the_plugin() -> None
     assert pair.found == before
 
 
+def test_texts_that_go_the_same_way_meet_however_long_they_are() -> None:
+    text = "".join(Random(0).choices("0123456789abcdef", k=1600))
+    pair = Pair("xgrammar", choice=[text, "no"])
+    states = [pair.grammar.start(pair.backend) for _ in range(3)]
+    for token in tokens_of(text):
+        assert [state.accept([token]) for state in states] == [1, 1, 1]
+    assert not pair.grammar.given_up
+    assert states[0].finished
+
+
 def test_an_end_with_text_of_its_own_is_never_passed() -> None:
     newline = tokens_of("\n")[0]
     subject = subject_of("structured_output:llguidance")

@@ -185,6 +185,7 @@ class CachedGrammar:
     Attributes:
         compiled: the plugin's own.
         given_up: whether its texts do not meet again.
+        met: how often a text came to a node that was there, on a known edge or not.
     """
 
     def __init__(self, compiled: Any, constraint: Constraint, cache: MaskCache) -> None:
@@ -193,7 +194,7 @@ class CachedGrammar:
         self._form = form_of(constraint)
         self.given_up = self._form is None
         self._nodes: dict[Any, Node] = {}
-        self._found = 0
+        self.met = 0
 
     def start(self, backend: StructuredOutput) -> CachedState:
         """Return the state of a request without output."""
@@ -214,9 +215,9 @@ class CachedGrammar:
     def _node(self, position: Any) -> Node | None:
         node = self._nodes.get(position)
         if node is not None:
-            self._found += 1
+            self.met += 1
             return node
-        if len(self._nodes) == _TRIED and self._found < _TRIED:
+        if len(self._nodes) == _TRIED and self.met < _TRIED:
             self.given_up = True
             self._nodes.clear()
         if self.given_up:
@@ -266,6 +267,7 @@ class CachedState:
                 continue
             self._node, self._last = following, token
             self._behind.append(token)
+            self._grammar.met += 1
         return len(token_ids)
 
     def follow(self, token: int) -> bool:
@@ -275,6 +277,7 @@ class CachedState:
             return False
         self._node, self._last = following, token
         self._behind.append(token)
+        self._grammar.met += 1
         return True
 
     def count_legal(self, token_ids: Sequence[int]) -> int:
