@@ -13,6 +13,24 @@ from slotline.plugins.model_families.quantized.slot_linear import SlotLinear
 from slotline.registry.contracts.attention_edges import GATE, NORM, ROTARY, ROUNDED, AttentionEdges, HeadNorm
 
 
+class _Rotation:
+    """The last edges of nothing but a rotation, which all layers of a step share."""
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor, torch.Tensor, int, AttentionEdges] | None = None
+
+    def edges(self, cos: torch.Tensor, sin: torch.Tensor, rotary_size: int) -> AttentionEdges:
+        """Return edges of cosines and sines [1, num_tokens, width]."""
+        last = self._last
+        if last is None or last[0] is not cos or last[1] is not sin or last[2] != rotary_size:
+            edges = AttentionEdges(cos=cos[0], sin=sin[0], rotary_size=rotary_size)
+            last = self._last = cos, sin, rotary_size, edges
+        return last[3]
+
+
+_ROTATION = _Rotation()
+
+
 def norms_of(module: Any) -> tuple[Any, Any]:
     """Return the norms of an attention module's queries and keys, None where it has none."""
     return module._modules.get("q_norm"), module._modules.get("k_norm")
@@ -40,6 +58,8 @@ def head_edges(
     """
     if ROTARY not in taken:
         return None
+    if gate is None and scales is None and norms == (None, None):
+        return _ROTATION.edges(*embeddings, rotary_size)
     found = [
         HeadNorm(weight=norm.weight, eps=norm.eps, offset=norm.offset)
         for norm in norms

@@ -139,10 +139,13 @@ class LeanForward:
             qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
         edges = None if wanted is not None else self._edges(attend, cos, sin, scales)
         if edges is not None:
-            query, key, value = self._parts(qkv)
+            heads, tokens = self._heads, qkv.shape[1]
+            states = qkv.view(tokens, -1, heads.size)  # few operations on tensors, each of which costs microseconds
+            values = states.shape[1] - heads.query - heads.key
+            query, key, value = states.split_with_sizes((heads.query, heads.key, values), 1)
             sinks = self._options.get("s_aux") if not others else (self._options | others).get("s_aux")
             slot = module.slotline_slot
-            return slot.attend(query[0], key[0], value[0], sinks, written=True, edges=edges).flatten(1)[None], None
+            return slot.attend(query, key, value, sinks, written=True, edges=edges).reshape(1, tokens, -1), None
         slots = self._slots(attend, qkv)
         query, key, value = self._turned(qkv, cos.contiguous(), sin.contiguous(), slots)
         if wanted is not None:
