@@ -120,14 +120,14 @@ class LeanForward:
         if not isinstance(position_embeddings, tuple):
             return None  # a layer without positions
         module, (cos, sin) = self._module, position_embeddings
-        merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
+        merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE) if qkv is None else None
         attend = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
         fits = cos.shape[:-1] == hidden_states.shape[:-1]
         fits &= self._fused is not None or cos.dtype == hidden_states.dtype
-        if not fits or merged is None or attend is None:
+        if not fits or (merged is None and qkv is None) or attend is None:
             return None
-        if qkv is not None:
-            pass  # from the kernel of the layer in front
+        if merged is None:
+            assert qkv is not None  # from the kernel of the layer in front
         elif (
             wanted is not None
             and norm is None
