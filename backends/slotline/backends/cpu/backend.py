@@ -20,9 +20,13 @@ from slotline.backends.cpu.tiles import TILE
 from slotline.backends.keys_ahead import through_torch
 from slotline.backends.window_scores import window_scores
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerCache
-from slotline.registry.contracts.attention_edges import AttentionEdges
+from slotline.registry.contracts.attention_edges import AttentionEdges, HeadNorm
 from slotline.registry.contracts.cache_tensors import PLAIN, CacheTensors
 
+NO_FACTORS = np.zeros(4, np.float32)
+"""Epsilons and offsets where nothing is normed."""
+NO_SINKS_AT = (kernels.NO_SINKS.ctypes.data, 0)
+"""What the kernel is told of no sinks."""
 MAX_KERNEL_QUERY = 16
 """Query tokens of one request that the kernels take; above it, gathering for flash attention pays."""
 
@@ -209,7 +213,7 @@ class CpuBackend:
         turned = torch.empty(query.shape, dtype=dtype), torch.empty(key.shape, dtype=dtype)
         cos, sin = (key[:0], key[:0]) if edges.cos is None or edges.sin is None else (edges.cos, edges.sin)
         norms = edges.query_norm, edges.key_norm
-        factors = np.array([n for norm in norms for n in ((0, 0) if norm is None else (norm.eps, norm.offset))])
+        factors = NO_FACTORS if norms == (None, None) else _factors(norms)
         told = (
             *(query.data_ptr(), *query.stride()[:2], key.data_ptr(), *key.stride()[:2]),
             *(value.data_ptr(), value.stride(0)),
@@ -220,7 +224,7 @@ class CpuBackend:
         )
         rows = plan.rows if stored else plan.rows[:0]
         compiled = kernels.compile_turn(layer.head_size, layer.head_size_v)
-        compiled(np.array(told, np.int64), factors.astype(np.float32), rows, bound.shape, kernels.TAGS[dtype])
+        compiled(np.array(told, np.int64), factors, rows, bound.shape, kernels.TAGS[dtype])
         if not stored:
             self.write(layer, turned[1], value, cache, plan)
         return turned
@@ -235,11 +239,11 @@ class CpuBackend:
         sinks: torch.Tensor | None,
     ) -> None:
         target = _packed(out)  # or out itself
-        logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
+        logits = None if sinks is None else sinks.detach().float().contiguous()
         told = (
             *plan.told,
             *bound.told,
-            *(logits.ctypes.data, logits.shape[0]),
+            *(NO_SINKS_AT if logits is None else (logits.data_ptr(), logits.shape[0])),
             *(query.data_ptr(), query.stride(0), target.data_ptr(), target.stride(0), lse.data_ptr(), lse.stride(0)),
         )
         compiled = kernels.compile_attend(*self._sizes, query.dtype, bound.cache.key.dtype)
@@ -267,6 +271,11 @@ def _bind(layer: AttentionLayer, cache: LayerCache, block_size: int, slopes: npt
     return Bound(
         cache, shape, scalars, (shape.ctypes.data, scalars.ctypes.data, slopes.ctypes.data, len(slopes), *addresses)
     )
+
+
+def _factors(norms: tuple[HeadNorm | None, HeadNorm | None]) -> npt.NDArray[np.float32]:
+    """Return epsilon and offset of the queries' norm, then of the keys'."""
+    return np.array([n for norm in norms for n in ((0, 0) if norm is None else (norm.eps, norm.offset))], np.float32)
 
 
 def _trees(batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[int, ...]]:
