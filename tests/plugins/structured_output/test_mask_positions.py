@@ -11,6 +11,7 @@ from kept_masks import Pair
 from random_constraints import RANDOM
 
 from slotline.core import StructuredOutputsParams
+from slotline.plugins.structured_output.choice_positions import ChoiceForm
 from slotline.plugins.structured_output.mask_cache import Texts, form_of
 from slotline.plugins.structured_output.rule_positions import ExpressionForm, RuleForm
 from slotline.plugins.structured_output.tag_positions import TagForm
@@ -129,3 +130,25 @@ def test_positions_in_a_structural_tag() -> None:
 )  # fmt: skip
 def test_what_engines_may_read_in_different_ways_has_no_positions(wanted: dict[str, Any]) -> None:
     assert isinstance(form_of(StructuredOutputsParams(**wanted).constraint), Texts | None)
+
+
+def test_choices_of_which_the_same_is_left_have_one_position() -> None:
+    form = form_of(StructuredOutputsParams(choice=["one item", "two items", "an item", "an", "é"]).constraint)
+    assert isinstance(form, ChoiceForm)
+
+    def at(text: bytes) -> Any:
+        return form.after(form.start, text)
+
+    assert at(b"one it") != at(b"two it")  # `s` is left too
+    assert at(b"one item") == at(b"an item") == at(b"two items") == at("é".encode())
+    assert at(b"an") not in (at(b"one"), None)  # it may end there
+    assert at(b"one x") is None
+    assert isinstance(form_of(StructuredOutputsParams(choice=["x" * 200_000]).constraint), Texts)
+
+
+@pytest.mark.parametrize("plugin", ["llguidance", "xgrammar"])
+def test_masks_of_choices_that_end_alike_equal_those_that_the_plugin_makes(plugin: str) -> None:
+    ends = ["as it was", "as it", "somewhere else", "é or è", ""]
+    pair = Pair(plugin, choice=[f"{begin}{end}" for begin in ("it is ", "a", "12: ", "as ", "é") for end in ends])
+    pair.walk_often(30, 20, drafts=2)
+    assert pair.found > 2 * pair.asked

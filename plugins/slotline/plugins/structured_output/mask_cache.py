@@ -19,6 +19,7 @@ from attrs import define, field
 
 from slotline.plugins.structured_output.automaton import UnknownNotationError
 from slotline.plugins.structured_output.bitmask import ban
+from slotline.plugins.structured_output.choice_positions import ChoiceForm
 from slotline.plugins.structured_output.json_positions import FREE_OBJECTS, JsonForm
 from slotline.plugins.structured_output.rule_positions import ExpressionForm, RuleForm
 from slotline.plugins.structured_output.tag_positions import TagForm
@@ -78,9 +79,9 @@ def form_of(constraint: Constraint) -> Form | None:
             return RuleForm(text)
         if kind == "structural_tag":
             return TagForm(text)
-        return ExpressionForm(text) if kind == "regex" else Texts()
+        return ExpressionForm(text) if kind == "regex" else ChoiceForm(text)
     except UnknownNotationError:
-        return Texts() if kind == "regex" else None
+        return Texts() if kind in ("regex", "choice") else None
 
 
 @define(eq=False)
