@@ -150,6 +150,19 @@ def test_an_interrupt_while_modules_are_imported_is_exit_code_130(module: str, d
     assert err == "interrupted\n"
 
 
+@pytest.mark.parametrize("then", ["pass", "raise ValueError"])
+def test_an_interrupt_that_a_library_loses_or_turns_into_an_error_is_told(then: str) -> None:
+    program = (
+        "import os, signal, sys\nfrom slotline.cli.process import run_process\ndef command(interrupts):\n"
+        "    interrupts.start()\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n        signal.pause()\n"
+        f"    except KeyboardInterrupt:\n        {then}\n    return 0\nsys.exit(run_process(command))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_a_process_that_ignores_interrupts_goes_on_ignoring_them() -> None:
     program = (
         "import os, signal, sys, threading\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"

@@ -48,9 +48,11 @@ def run_process(command: Callable[[Interrupts], int]) -> int:
     except BaseException:
         if not interrupts.seen:
             raise
-        code = INTERRUPTED  # any exception may follow an interrupt in the middle of a library
+        code = ERROR  # any exception may follow an interrupt in the middle of a library
     interrupts.end_at_once()
-    code = INTERRUPTED if interrupts.seen else code
+    if interrupts.seen and code != INTERRUPTED:
+        _say("interrupted")
+        code = INTERRUPTED
     return max(code, _flush(sys.stdout), _flush(sys.stderr))
 
 
