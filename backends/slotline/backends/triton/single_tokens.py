@@ -336,10 +336,11 @@ def _join(
     norm = tl.sum(norms * shrink, 1)
     if has_sinks:
         norm += tl.exp2(sink - safe)
-    result = tl.sum(acc * shrink[:, :, None], 1) / tl.where(norm == 0.0, 1.0, norm)[:, None]
-    to = out + (token * o_token + head * o_head)[:, None] + dim[None, :]
-    tl.store(to, result.to(out.dtype.element_ty), mask=there[:, None] & (dim < size_v)[None, :])
-    tl.store(lse + head.to(tl.int64) * lse_head + token, (top + tl.log2(norm)) * 0.6931471805599453, mask=there)
+    acc = tl.sum(acc * shrink[:, :, None], 1)
+    write_results(
+        top, norm, acc, out, lse, sinks, token, head, there, o_token, o_head, lse_head, size_v, padded_v,
+        has_sinks=False,  # they are in `norm`
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits", "lse_head", "table_row"])
