@@ -31,7 +31,7 @@ class TokenBitmask:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, *, num_masks: int | None = None) -> None:
-        width = -(-vocab_size // _BITS)
+        width = num_words(vocab_size)
         self._ops = device.ops
         self._shared = num_masks is not None
         num_masks = num_rows if num_masks is None else num_masks
@@ -67,6 +67,11 @@ class TokenBitmask:
         words, places, mask_of = flat.split([num_masks * width, num_rows, num_rows])
         words = words.view(num_masks, width)
         return words.index_select(0, mask_of) if self._shared else words, places
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the words of a mask."""
+    return -(-vocab_size // _BITS)
 
 
 def ban(words: Int32, masks: npt.NDArray[Any], token_ids: Sequence[int]) -> None:

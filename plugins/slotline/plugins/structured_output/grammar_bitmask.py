@@ -12,7 +12,7 @@ import torch
 from attrs import define
 
 from slotline.core.batch.model_inputs import ModelInputs
-from slotline.plugins.structured_output.bitmask import TokenBitmask
+from slotline.plugins.structured_output.bitmask import TokenBitmask, num_words
 from slotline.plugins.structured_output.mask_cache import CachedState, KeptMask
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import GrammarState, StructuredOutput
@@ -243,7 +243,7 @@ class KnownMasks:
     def ask(self, backend: StructuredOutput, vocab_size: int) -> bool:
         """Ask the plugin for what is not known, once for all rows at one place. Return False if it fails."""
         if count := len(self.asked):
-            words = np.full((count, -(-vocab_size // 32)), -1, np.int32)
+            words = np.full((count, num_words(vocab_size)), -1, np.int32)
             try:
                 write_masks(backend, list(self.asked.values()), [[]] * count, range(count), words)
             except Exception:  # a plugin's code may raise anything; each row is asked for by itself then

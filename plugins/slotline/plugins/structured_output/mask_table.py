@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
+from slotline.plugins.structured_output.bitmask import num_words
 from slotline.plugins.structured_output.mask_cache import KeptMask
 from slotline.registry.contracts.device import Device
 
@@ -22,7 +23,7 @@ class MaskTable:
     def __init__(self, vocab_size: int, device: Device, *, most: int = _MOST_MASKS) -> None:
         self.device = device
         self.most = most
-        self._width = -(-vocab_size // 32)
+        self._width = num_words(vocab_size)
         self._table: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
         self._place_of: dict[KeptMask, int] = {}
