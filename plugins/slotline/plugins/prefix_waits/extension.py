@@ -7,7 +7,6 @@ next step is prepared meanwhile and runs behind it.
 
 from __future__ import annotations
 
-import numpy as np
 from attrs import define
 
 from slotline.builder.parts import Parts
@@ -124,12 +123,17 @@ class PrefixWaits:
 
     def _hashes_shared(self, other: Request, request: Request) -> list[BlockHash]:
         """Return the hashes of the prefix that both requests have. To compare tokens is faster than to hash them."""
-        own, keys = request.token_array, {(one.cache_salt, one.cache_key) for one in (other, request)}
-        if other.hash_extra is not None or len(keys) > 1:
+        own, others, keys = (
+            request.token_array,
+            other.token_array,
+            {(r.cache_salt, r.cache_key) for r in (other, request)},
+        )
+        if other.hash_extra is not None or len(keys) > 1 or others[0] != own[0]:
             return []
-        length = min(len(other.token_array), len(own))
-        differ = other.token_array[:length] != own[:length] if other.token_array[0] == own[0] else np.ones(1, bool)
-        return other.block_hashes[: (int(differ.argmax()) if differ.any() else length) // self._piece]
+        length = min(len(others), len(own))
+        differ = others[:length] != own[:length]
+        same = int(differ.argmax()) if differ.any() else length
+        return other.block_hashes[: same // self._piece]
 
     def _owner(self, piece: BlockHash) -> _Owner | None:
         """Return the request that is computing a piece. Forget those that have computed all of theirs."""
